@@ -1,4 +1,4 @@
-"""The algebra of kernels/cuda/state.cuh: each function in a kernel of one warp, for tests/laws.py.
+"""The algebra of kernels/cuda/numeric/state.cuh: each function in a kernel of one warp, for tests/laws.py.
 
 Compiling needs no GPU; running does, and only then is torch imported.
 """
@@ -18,10 +18,10 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import task_of
 from onlinesoftmax.core.view import View, contiguous_view, row_view
 from onlinesoftmax.kernels.cuda import compile, driver, source
+from onlinesoftmax.kernels.cuda.strategy.row import proposals
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import priced
-from onlinesoftmax.planner.strategies import cuda
 
 
 class Form(NamedTuple):
@@ -99,7 +99,7 @@ def algebra_source(form: Form, dtype: str, out: str) -> str:
     wide = "float64" if "float64" in (dtype, out) else "float32"
     tensors |= {name: row_view(shape, 1, wide) for name in form.outputs[1:]}
     problem = Problem.of(task := task_of(operation, form.outputs, shape, 1, tensors))
-    blocks = cuda.row(problem, device)
+    blocks = proposals.row(problem, device)
     assert not isinstance(blocks, str), blocks
     check = f"static_assert(sizeof(State) == {state_bytes(form, dtype, out)});\n"
     text = source.source(Request(task, priced(blocks[0], problem, device)))

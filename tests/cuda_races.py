@@ -39,8 +39,11 @@ ASKS = [
 ASKS += [ask for ask in ASKED if "mean_loss" in ask.outputs and "entropy" in ask.outputs]
 """The loss of every row with all operands, and a mean with statistics: both write a gradient."""
 
-REMOVED_BARRIERS = (("cluster", "block_reduce.cuh", "__syncthreads();"), (PIPELINE, "ring.cuh", "__syncwarp();"),
-                    ("reduction", "reduction.cuh", "__syncthreads();"))  # fmt: skip
+REMOVED_BARRIERS = (
+    ("cluster", "row/block_reduce.cuh", "__syncthreads();"),
+    (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
+    ("reduction", "pass/reduction.cuh", "__syncthreads();"),
+)
 """Kernels, and barriers that they need: the first such statement of a file."""
 
 

@@ -53,7 +53,7 @@ REPLACED = {
         "inline void commit()": "{}",
         "inline void wait_groups(int pending)": "{}",
     },
-    "mail": {
+    "channel": {
         "inline void put_word(uint64* to, uint64 word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
         "inline void put_word(unsigned* to, unsigned word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
         # A reader, which may wait for a word, lets the other threads and blocks run.
@@ -62,12 +62,14 @@ REPLACED = {
         "inline void add_to_word(uint64* to, uint64 x)": "{ __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }",
         "inline uint64 add_and_look(uint64* to, uint64 x)": ("{ return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }"),
         "inline void prefetch(const void* at)": "{}",
-        "inline void put_packet(Packet* to, const Packet& packet)": (
-            "{ lock_packets(); *to = packet; unlock_packets(); }"
+        "inline void put_packet(void* to, uint64 low, uint64 high)": (
+            "{ const uint64 all[] = {low, high}; lock_packets(); memcpy(to, all, 16); unlock_packets(); }"
         ),
-        "inline Packet look_packet(const Packet* from)": (
-            "{ yield(); lock_packets(); const Packet found = *from; unlock_packets(); return found; }"
-        ),
+        "inline void look_packet(const void* from, uint64& low, uint64& high)": """{
+            uint64 all[2];
+            yield(), lock_packets(), memcpy(all, from, 16), unlock_packets();
+            low = all[0], high = all[1];
+        }""",
     },
     "state": {
         "inline float exp2_approx(float x)": (
@@ -99,9 +101,7 @@ REPLACED = {
         ),
         "inline void fence_for_bulk_copies()": "{}",
     },
-    "shards": {
-        "inline void put_word_system(uint64* to, uint64 word)": "{ __atomic_store_n(to, word, __ATOMIC_RELAXED); }",
-        "inline uint64 look_word_system(const uint64* from)": "{ return look(from); }",
+    "processes": {
         "inline uint64 now()": "{ return 0; }",
         "void fail()": "{ abort(); }",
     },
@@ -191,8 +191,7 @@ BETWEEN = {"cluster": "for (auto& beginning : beginnings) beginning = nullptr;"}
 def simulated_source(request: Request) -> str:
     """The kernel of a request as C++ for the host."""
     strategy = request.plan.strategy
-    files = source.files_of(request)
-    parts = [source.prologue(request), *(PEERS if name == "peers" else _replaced(name, of) for name, of in files)]
+    parts = [source.prologue(request), *(_replaced(*file) for file in source.files_of(request))]
     shared = r"extern __shared__ (__align__\(LINE\) )?Chunk<X, VECTOR> memory\[\];"
     parts[-1] = re.sub(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];", parts[-1])
     if request.task.part is not None:
@@ -210,7 +209,7 @@ def _program(parts: list[str], parameter: str, kernel: str, between: str = "") -
         kernel: Name of the kernel.
         between: Statements that run between blocks that do not run together.
     """
-    numbers = _replaced("numbers").replace("// max_pair:", MAX_HALVES + "// max_pair:", 1)
+    numbers = _replaced("numeric/numbers").replace("// max_pair:", MAX_HALVES + "// max_pair:", 1)
     driver = DRIVER.replace("PARAMETER", parameter).replace("KERNEL", kernel)
     driver = driver.replace("BETWEEN", between)
     text = "\n".join([LOOK, numbers, *parts, driver])
@@ -220,8 +219,10 @@ def _program(parts: list[str], parameter: str, kernel: str, between: str = "") -
 @cache
 def _replaced(name: str, package: str = source.__package__) -> str:
     """A file with the functions of REPLACED; no inline assembly may be left but what pins addresses."""
+    if name == "channel/cluster_states":
+        return PEERS
     text = source.text(f"{name}.cuh", package)
-    for before, body in REPLACED.get(name, {}).items():
+    for before, body in REPLACED.get(name.rpartition("/")[2], {}).items():
         begin = text.index(before) + len(before)
         # A body ends on its line, or with the next brace at the beginning of a line.
         line = text.index("\n", begin)
@@ -297,7 +298,7 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail:
 
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
-    parts = [reduction.prologue(one), _replaced("warp_shuffle"), _replaced("mail"), _replaced("reduction")]
+    parts = [reduction.prologue(one), *map(_replaced, ("row/warp_shuffle", "channel/channel", "pass/reduction"))]
     text = _program(parts, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 
@@ -319,6 +320,6 @@ def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArra
 
 def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path) -> None:
     """Run a kernel of sharded rows on the host with the parameter at an address."""
-    parts = [merge.prologue(rows.kind), _replaced("state"), _replaced("merge")]
+    parts = [merge.prologue(rows.kind), _replaced("numeric/state"), _replaced("pass/merge")]
     text = _program(parts, "ShardedRows", f"{kernel}_kernel")
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)

@@ -16,12 +16,12 @@ from cuda_simulator import simulate
 from onlinesoftmax.core.arrays import namespace
 from onlinesoftmax.core.task import ITEMSIZE, Flags, Task, task_of
 from onlinesoftmax.core.view import View, row_view
+from onlinesoftmax.kernels.cuda.strategy.blocks import slice_chunks
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.ops.reference import evaluate
 from onlinesoftmax.planner.plan import Plan
 from onlinesoftmax.planner.strategies import TABLE
-from onlinesoftmax.planner.strategies.cuda_blocks import slice_chunks
 
 PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backend == "cuda"}
 

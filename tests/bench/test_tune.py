@@ -20,11 +20,11 @@ from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels import registry
+from onlinesoftmax.kernels.cuda.strategy.grid.ring import SPECIAL_WARPS
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.lab.bench import tune, tune_shapes
 from onlinesoftmax.planner import measured as measured_tables
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Table, Timing, key_of
-from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS
 from onlinesoftmax.planner.variant import Variant
 
 H200 = known("h200")

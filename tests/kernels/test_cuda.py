@@ -25,12 +25,12 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice, Task
 from onlinesoftmax.kernels import cuda
 from onlinesoftmax.kernels.cuda import compile, messages, params, source
+from onlinesoftmax.kernels.cuda.strategy.grid.ring import STREAM
 from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
-from onlinesoftmax.planner.strategies.cuda_grid import STREAM
 from onlinesoftmax.torch import fast_path
 from onlinesoftmax.torch import prepare as prepared
 
@@ -246,9 +246,13 @@ def test_a_bucket_is_compiled_once(ask: Ask, strategy: str, cols: int, near: int
 
 # cuda.core 1.2.2: a Program that failed, and that the garbage collector finds in a cycle, trips over itself.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["numbers", "state", "operands", "ops", "block_reduce", "slice", *PROPOSALS])
+@pytest.mark.parametrize(
+    "name",
+    ["numeric/numbers", "numeric/state", "row/operands", "numeric/ops", "row/block_reduce", "row/slice", *PROPOSALS],
+)
 def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
     strategy = name if name in PROPOSALS else "row"
+    name = f"strategy/{name}/{name}" if name in PROPOSALS else name
     whole, part = source.source(ask("h200", strategy, "softmax", no_memory(64, 1 << 16))), source.text(f"{name}.cuh")
     # Its first line is #line, and counts for nothing; the wrong one comes after the last.
     message = rf'{name}\.cuh\({part.count(chr(10))}\): error: identifier "no_such_type" is undefined'
@@ -348,7 +352,7 @@ def test_messages_have_the_words_that_the_kernel_counts(
     assert team > 1
     teams, has_board = request.plan.programs // team, bool(request.plan.kernel)
     assert has_board == (rows > 1 and dtype != torch.float64)
-    of_team = f"Board::board_words({team})" if has_board else f"SLOTS * {team} * {team} * sizeof(Message) / 8"
+    of_team = f"Board::board_words({team})" if has_board else f"SLOTS * {team} * {team} * sizeof(TeamChannel::Sent) / 8"
     check = f"static_assert({teams} * ({of_team}) == {words});"
     check += f"static_assert({1 + ('entropy' in outputs)} == SUMS);"
     compile.build(source.source(request) + check, "sm_90")

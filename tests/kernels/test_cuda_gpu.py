@@ -16,11 +16,12 @@ from contract import OPERATIONS as FORWARD
 from cuda_algebra import ALGEBRAS, CudaAlgebra
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.kernels import registry
+from onlinesoftmax.kernels.cuda.strategy.grid.proposals import grid
+from onlinesoftmax.kernels.cuda.strategy.grid.ring import STREAM
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.lab.bench.tune_shapes import Shape, task
 from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies import TABLE
-from onlinesoftmax.planner.strategies.cuda_grid import STREAM, grid
 from onlinesoftmax.torch.device import from_torch
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed")

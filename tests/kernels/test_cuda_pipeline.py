@@ -16,9 +16,10 @@ import pytest
 
 from cuda_targets import Ask, a_task, expected, run, some_values
 from onlinesoftmax.core.task import ITEMSIZE
+from onlinesoftmax.kernels.cuda.strategy.blocks import slice_tiles
+from onlinesoftmax.kernels.cuda.strategy.grid.ring import SPECIAL_WARPS
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.planner.strategies.cuda_grid import SPECIAL_WARPS, slice_tiles
 
 WARPS, TEAMS = 2, 2
 """Warps of a block that hold rows; teams of a launch."""

@@ -37,7 +37,7 @@ def main() -> None:
     # The plan comes from a table of measured times (.json), and the kernel is made from CUDA C++ (.cuh).
     explained = osm.explain((4096, 50257), dtype="bfloat16", device="h200")
     assert explained.plan.backend == "cuda"
-    files = ["numbers", *source.FILES, *(name for names in source.KERNEL_FILES.values() for name in names)]
+    files = ["numeric/numbers", *source.FILES, *(name for names in source.KERNEL_FILES.values() for name in names)]
     assert all(source.text(f"{name}.cuh") for name in files)
     print(f"{len(names)} names, Python {platform.python_version()}, NumPy {np.__version__}, {home}")  # noqa: T201  for the log
 

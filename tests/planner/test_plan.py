@@ -12,11 +12,12 @@ from onlinesoftmax.core.device import KNOWN, Device, known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE, MOST_PROCESSES, Choice, Flags, task_of
 from onlinesoftmax.core.view import View
+from onlinesoftmax.kernels.cuda.strategy.row.proposals import row
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, Planner, Refusal, Strategies, plan
 from onlinesoftmax.planner.price import LAUNCH_US, exchange_us
-from onlinesoftmax.planner.strategies import FOR_JAX, TABLE, cuda
+from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
 
 H200 = known("h200")
 GPUS = [name for name in KNOWN if name != "cpu"]
@@ -315,7 +316,7 @@ def test_only_cuda_kernels_exchange_states() -> None:
 
 @pytest.mark.parametrize("cols", [1, 5, 37, 1000, 16000])
 def test_a_row_has_a_lane_for_each_process(cols: int) -> None:
-    found = cuda.row(sharded("softmax", 1000, cols), H200)
+    found = row(sharded("softmax", 1000, cols), H200)
     assert not isinstance(found, str)
     assert all(proposal.lanes >= MOST_PROCESSES for proposal in found)
 
@@ -324,7 +325,7 @@ def test_waiting_for_other_gpus_takes_time() -> None:
     """Each round of rows waits, longer where nothing is written; whole rows and given states wait for nobody."""
     for operation, waits in (("softmax", 1.5), ("logsumexp", 3), ("logsumexp_backward", 0), ("softmax_backward", 1.5)):
         problem = sharded(operation, 8192, 16000)
-        proposals = cuda.row(problem, H200)
+        proposals = row(problem, H200)
         assert not isinstance(proposals, str)
         one = proposals[0]
         rounds = 8192 / (one.resident * H200.multiprocessors * one.rows_per_program)

@@ -1,7 +1,7 @@
 """Peer memory: mailboxes through which the kernels of several GPUs of one host exchange the states of rows.
 
 A GPU writes to the memory of another one, through NVLink or PCIe.  So one kernel reads a shard, exchanges the states,
-and writes its results, without a collective and while the row is still on chip (kernels/cuda/shards.cuh).
+and writes its results, without a collective and while the row is still on chip (kernels/cuda/channel/processes.cuh).
 
 All processes must choose the same way, because their kernels wait for each other.  So the choice uses only properties
 that are equal on all processes.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from onlinesoftmax.core.device import Device
 from onlinesoftmax.core.problem import Problem
+from onlinesoftmax.kernels.cuda.strategy import blocks
+from onlinesoftmax.kernels.cuda.strategy.blocks import row_chunks
 from onlinesoftmax.planner.proposal import Proposal, clamp, no_gpu, power_of_two, propose, words_of
-from onlinesoftmax.planner.strategies import cuda_blocks
-from onlinesoftmax.planner.strategies.cuda_blocks import row_chunks
 
 MOST_WORDS = 16384
 """32-bit words of a tile: as many as 16 warps hold beside the values of the bisection."""
@@ -26,7 +26,7 @@ def row_of_warp(problem: Problem, device: Device) -> list[Proposal] | str:
     if held > MOST_CHUNKS:
         return f"a row of {problem.cols} columns does not fit the registers of a warp"
     return [
-        cuda_blocks.propose(
+        blocks.propose(
             problem, "row", "a row fits the registers of a warp, which finds its tau by bisection",
             programs=-(-problem.rows // 4), block=held * 32 * problem.vector, rows_per_program=4, warps=4, lanes=32,
         )

@@ -1,35 +1,35 @@
 """The `cuda` backend: the strategies `row`, `cluster`, `grid` and `looped` in CUDA C++.
 
-Reading order: numbers.cuh (element types, loads and stores), state.cuh (the recurrence), operands.cuh (operands and
-scores), ops.cuh (the formulas of the operations), warp_shuffle.cuh and block_reduce.cuh (merges of the states of lanes
-and warps), slice.cuh (the part of a row that a group of threads holds), then any strategy.
+Reading order, by folder:
 
-`row` and `looped` are one file each.  `cluster` has the messages between its blocks in peers.cuh.  `grid` has three
-kernels: grid.cuh, pipeline.cuh for several rows, and stream.cuh for rows that do not fit on chip.  team.cuh has the
-messages between the blocks of a team, which the first kernel exchanges through mailboxes.cuh.  The other two load
-through the ring of ring.cuh, and exchange states through team_board.cuh, by the warp of exchange_states.cuh.
-barrier.cuh has the barriers of peers.cuh and ring.cuh.
+- numeric/: element types, loads and stores (numbers.cuh), the recurrence (state.cuh), formulas of operations (ops.cuh).
+- row/: the operands of a row and its scores (operands.cuh), merges of the states of lanes and warps (block_reduce.cuh),
+  and the row pass: load, score, reduce and write the slice that a group of lanes holds (slice.cuh).
+- strategy/: a folder for each strategy, with its kernel and the blocks that it proposes to the planner.  `grid` has
+  three kernels; two of them load through the ring of ring.cuh.
+- channel/: the words that travel.  channel.cuh has the units of a message.  team.cuh, mailboxes.cuh and team_board.cuh
+  serve the blocks of `grid`, cluster_states.cuh those of `cluster`, processes.cuh the GPUs that share rows, losses.cuh
+  a loss that is reduced to a scalar.
+- pass/: what goes before or after the row pass: scalar_loss.cuh in the same launch, the others in their own.
 
-shards.cuh exchanges the states of rows with the GPUs of other processes, after a strategy has merged the states of its
-own blocks; shard_mail.py has the addresses of the mailboxes.  message.cuh writes a state into the words of a message.
-docs/protocols.md has the proofs of all messages.
-
-scalar_loss.cuh reduces the losses to a scalar, by the messages of mail.cuh and loss_mail.cuh.  reduction.cuh, merge.cuh
-and multiply.cuh are kernels of their own, before and after those of the strategies.  source.py, messages.py and
-params.py generate the constants and the parameters of a kernel.
+source.py, messages.py and params.py generate the constants and the parameters of a kernel.  docs/protocols.md has the
+proofs of all messages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ...core.device import Device
-from ..reduction import Reduction
 from ..registry import module_missing
-from ..report import Kernel
-from ..request import Request
-from ..sharded import ShardedRows
+
+if TYPE_CHECKING:
+    # The planner imports the proposals of the strategies from this package, and a request has a plan.
+    from ...core.device import Device
+    from ..reduction import Reduction
+    from ..report import Kernel
+    from ..request import Request
+    from ..sharded import ShardedRows
 
 COMPILER = "cuda.core"
 

@@ -28,7 +28,7 @@ from .source import (
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 
 EMPTY = -1
-"""Value of a word of a mailbox without a message, as in mail.cuh."""
+"""Value of a word of a mailbox without a message, as in channel.cuh."""
 
 
 def bind(request: Request) -> Run:

@@ -11,7 +11,7 @@ import torch
 from ..sharded import FLOATS, INTEGERS, TENSORS, ShardedRows
 from . import driver
 from .launch import loaded, may_begin_early
-from .source import declarations, text, typed
+from .source import declarations, program, typed
 
 THREADS = 128
 
@@ -62,7 +62,7 @@ def pack(rows: ShardedRows) -> bytes:
 
 def source(rows: ShardedRows) -> str:
     """The source of both kernels."""
-    return text("numbers.cuh") + prologue(rows) + text("state.cuh") + text("merge.cuh")
+    return program(prologue(rows), "numeric/state", "pass/merge")
 
 
 def prologue(rows: ShardedRows) -> str:

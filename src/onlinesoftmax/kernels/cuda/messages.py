@@ -53,15 +53,15 @@ def _state_words(request: Request) -> int:
 
 
 SETS = 2
-"""Sets of mailboxes between processes, which launches use in turn (shards.cuh)."""
+"""Sets of mailboxes between processes, which launches use in turn (processes.cuh)."""
 
 
 COPIES = 32
-"""Copies of the numbers of launches behind the mailboxes, on cache lines of their own (shards.cuh)."""
+"""Copies of the numbers of launches behind the mailboxes, on cache lines of their own (processes.cuh)."""
 
 
 def shard_message_words(request: Request) -> int:
-    """64-bit words of the message by which a process tells another the state of its part of a row (shards.cuh)."""
+    """64-bit words of the message by which a process tells another the state of its part of a row (processes.cuh)."""
     score = _WORDS[CPP_TYPES[request.task.accumulator]] if request.operation.has_target else 0
     return _state_words(request) + score
 

@@ -9,7 +9,7 @@ import torch
 from ...core.task import ITEMSIZE
 from . import driver
 from .launch import loaded, may_begin_early
-from .source import declarations, text, typed
+from .source import declarations, program, typed
 
 THREADS, BATCH = 512, 8
 """Threads of a block, and chunks that a thread loads at once.
@@ -54,4 +54,4 @@ def source(dtype: str, factor: str) -> str:
     """The source of the kernel for the dtypes of a gradient and its factor."""
     types = {"T": dtype, "ACC": "float64" if dtype == "float64" else "float32", "FACTOR": factor}
     numbers = {"THREADS": THREADS, "BATCH": BATCH, "VECTOR": 16 // ITEMSIZE[dtype]}
-    return text("numbers.cuh") + declarations(types, typed(numbers)) + text("multiply.cuh")
+    return program(declarations(types, typed(numbers)), "pass/multiply")

@@ -12,7 +12,7 @@ import torch
 from ..reduction import Reduction
 from . import driver
 from .launch import EMPTY, loaded, may_begin_early, words_of_stream
-from .source import declarations, text, typed
+from .source import declarations, program, typed
 
 THREADS, BATCH = 512, 8
 """Threads of a block, and rows that a thread loads at once."""
@@ -81,9 +81,7 @@ def pack(reduction: Reduction) -> bytes:
 
 def source(reduction: Reduction) -> str:
     """The source of the kernel."""
-    return (
-        text("numbers.cuh") + prologue(reduction) + text("warp_shuffle.cuh") + text("mail.cuh") + text("reduction.cuh")
-    )
+    return program(prologue(reduction), "row/warp_shuffle", "channel/channel", "pass/reduction")
 
 
 def prologue(reduction: Reduction) -> str:

@@ -1,4 +1,4 @@
-"""The mailboxes through which the GPUs of several processes exchange the states of their shards (shards.cuh).
+"""The mailboxes through which the GPUs of several processes exchange the states of their shards (processes.cuh).
 
 A process has mailboxes in the memory of its GPU, and knows the addresses at which its GPU reaches those of the others.
 distributed/peers.py makes them; a kernel finds them by their name, which is part of its task (`ColumnRange.mail`).
@@ -48,7 +48,7 @@ class ShardMail:
         self.set_words = (len(memory) - COPIES * LINE_WORDS) // SETS
         self.timeout_ns = min(int(timeout_s * 1e9), 1 << 62)
         self.launches = self.sent = 0
-        # The two numbers of this_launch in shards.cuh: of the launches that were not captured, and, in the memory of
+        # The two numbers of this_launch in processes.cuh: of the launches that were not captured, and, in the memory of
         # the GPU, copies of the number of those that graphs have made.
         self._numbered = 0
         self._replays = memory[SETS * self.set_words :][: COPIES * LINE_WORDS].view(COPIES, LINE_WORDS)[:, 1]

@@ -15,8 +15,6 @@ from ...core.device import CACHE_LINE
 from ...core.task import ITEMSIZE, MOST_PROCESSES
 from ...ops import OPERATIONS
 from ...planner.plan import Plan
-from ...planner.strategies.cuda_blocks import slice_chunks
-from ...planner.strategies.cuda_grid import PIPELINE, STREAM, slice_tiles
 from ..registry import own_kernels
 from ..request import Request
 from .messages import (
@@ -42,20 +40,26 @@ from .params import (
     TENSORS,
     struct_text,
 )
+from .strategy.blocks import slice_chunks, slice_tiles
+from .strategy.grid.ring import PIPELINE, STREAM
 
 FILES = (
-    "state", "message", "mail", "loss_mail", "operands", "ops", "warp_shuffle", "block_reduce", "shards", "slice",
-    "scalar_loss",
+    "numeric/state", "channel/channel", "channel/states", "channel/losses", "row/operands", "numeric/ops",
+    "row/warp_shuffle", "row/block_reduce", "channel/processes", "row/slice", "pass/scalar_loss",
 )  # fmt: skip
-"""Files that every kernel needs, in the order of inclusion."""
+"""Files that every kernel needs besides numeric/numbers, in the order of inclusion."""
+
+_RING = ("channel/team", "channel/team_board", "channel/barrier", "strategy/grid/ring", "strategy/grid/exchange_states")
 
 KERNEL_FILES = {
-    "row": ("row",), "cluster": ("barrier", "peers", "cluster"), "grid": ("team", "mailboxes", "grid"),
-    "pipeline": ("team", "team_board", "barrier", "ring", "exchange_states", "pipeline"),
-    "stream": ("team", "team_board", "barrier", "ring", "exchange_states", "stream"),
-    "looped": ("looped",),
-}  # fmt: skip
-"""Files of a kernel besides FILES, in the order of inclusion; the last one has the kernel's name."""
+    "row": ("strategy/row/row",),
+    "looped": ("strategy/looped/looped",),
+    "cluster": ("channel/barrier", "channel/cluster_states", "strategy/cluster/cluster"),
+    "grid": ("channel/team", "channel/mailboxes", "strategy/grid/grid"),
+    "pipeline": (*_RING, "strategy/grid/pipeline"),
+    "stream": (*_RING, "strategy/grid/stream"),
+}
+"""Files of a kernel besides FILES, in the order of inclusion."""
 
 
 DEPTHS = {"row": "ROWS_AT_ONCE", "grid": "TILES_AT_ONCE", "pipeline": "TILE_CHUNKS", "stream": "TILE_CHUNKS"}
@@ -65,7 +69,7 @@ are streamed together, or chunks of a thread in a tile of the ring."""
 
 @cache
 def text(name: str, package: str = __package__) -> str:
-    """One of the .cuh files; the compiler's messages give its name and its own line numbers."""
+    """One of the .cuh files, by its path; the compiler's messages give its path and its own line numbers."""
     return f'#line 1 "{name}"\n' + resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -94,8 +98,16 @@ def typed(values: Mapping[str, bool | int]) -> list[tuple[str, str, object]]:
 
 def source(request: Request) -> str:
     """The whole source of a request's kernel; it includes no header."""
-    files = "".join(text(f"{name}.cuh", package) for name, package in files_of(request))
-    return text("numbers.cuh") + prologue(request) + files
+    return program(prologue(request), *files_of(request))
+
+
+def program(prologue: str, *files: str | tuple[str, str]) -> str:
+    """The source of a kernel of these files, whose types and constants a prologue declares.
+
+    A file is a path in this package, or (path, package).
+    """
+    named = (file if isinstance(file, tuple) else (file, __package__) for file in files)
+    return "".join([text("numeric/numbers.cuh"), prologue, *(text(f"{name}.cuh", package) for name, package in named)])
 
 
 def files_of(request: Request) -> list[tuple[str, str]]:
@@ -252,7 +264,7 @@ def blocks(request: Request) -> int:
 
 
 def loss_mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (loss_mail.cuh); else 0."""
+    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (losses.cuh); else 0."""
     if not request.task.call_outputs:
         return 0
     rows = request.task.rows

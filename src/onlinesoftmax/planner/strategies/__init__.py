@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.operations import Operation
+from ...kernels.cuda.strategy.cluster.proposals import cluster
+from ...kernels.cuda.strategy.grid.proposals import grid
+from ...kernels.cuda.strategy.looped.proposals import looped
+from ...kernels.cuda.strategy.row.proposals import row
 from ..forecast import Propose
-from . import cuda, cuda_grid, eager, pallas, triton
+from . import eager, pallas, triton
 
 __all__ = ["FORCED_EAGER", "FOR_JAX", "TABLE", "Propose", "Strategies", "strategies_of"]
 
@@ -14,10 +18,10 @@ Strategies = Sequence[tuple[str, str, Propose]]
 """Rows of TABLE."""
 
 TABLE: Strategies = (
-    ("cuda", "row", cuda.row),
-    ("cuda", "cluster", cuda.cluster),
-    ("cuda", "grid", cuda_grid.grid),
-    ("cuda", "looped", cuda.looped),
+    ("cuda", "row", row),
+    ("cuda", "cluster", cluster),
+    ("cuda", "grid", grid),
+    ("cuda", "looped", looped),
     ("triton", "row", triton.row),
     ("triton", "looped", triton.looped),
     ("triton", "split", triton.split),

@@ -59,10 +59,9 @@ __device__ inline CallConstants call_constants(const Params& p) {
     return call;
 }
 
-// A position in a row: a pointer into each tensor, the column of the whole row, which KEEPS_ARGMAX needs, the number of
-// columns from there on that causality allows, and the number of columns from there to the target column.  With SHARDED, `target_left` counts from the first column of the whole
-// row instead: the columns before those of this GPU are subtracted where it is used.  An earlier subtraction would wait for
-// the load of the target before the loads of the row are issued.
+// A position in a row: a pointer into each tensor, the column of the whole row (KEEPS_ARGMAX), and the numbers of columns
+// from there on that causality allows, and to the target column.  Hazard: with SHARDED, `target_left` counts from the whole
+// row's first column; if it were subtracted here, the loads of the row would wait for the target.
 struct Cursor {
 #define FIELD(TYPE, name) decltype(Params::name) name;
     ELEMENT_TENSORS(FIELD)
@@ -316,8 +315,8 @@ struct RowOperands {
         }
     }
 
-    // Hazard: a block that owns the target column overwrites it when it has this block's state, while the load of the logit may
-    // be under way.  So thread 0, which computes the loss, waits for the value by storing it; nobody reads it there.
+    // Hazard: the owner of the target column overwrites it when it has this block's state, maybe before the logit has come.
+    // So thread 0, which computes the loss, waits for the value by storing it; nobody reads it there.
     __device__ inline void finish_target_load() const {
         if constexpr (HAS_TARGET && WRITES_ELEMENTS) {
             __shared__ volatile ACC unread;

@@ -4,16 +4,12 @@
 //             that owns the last row of a segment of SEGMENT rows adds the losses of the segment.  The block that owns the
 //             last row of all also adds the sums of the other segments, divides, and writes the scalar.
 // Chosen:     up to MOST_ROWS_IN_ONE_LAUNCH rows and, with a gradient, MOST_BYTES_IN_ONE_LAUNCH of logits (16384 rows,
-//             128 MiB; they stand in torch/loss_kernels.py); for more, small kernels before and after the loss kernel do this
-//             work (reduction.cuh).
+//             128 MiB); for more, small kernels before and after the loss kernel do this work (reduction.cuh).
 // Bytes:      one word for each row, written, read and emptied in L2; for a mean, all targets are read once more.
 // Limits:     blocks start in the order of their numbers, which GPUs do and CUDA does not promise.
 //
-// Hazard: a block may wait only for blocks of lower numbers, or all blocks must be resident.  So blocks that count own no
-// rows, and the blocks of strategy `grid` count first and add losses last.  Each word is emptied by its last reader
-// (docs/protocols.md, "The words of a loss").
-//
-// All floating-point sums are added in an order that depends on the launch alone, so every run gives the same bits.
+// Hazard: a block may wait only for blocks of lower numbers, or all blocks must be resident (docs/protocols.md, "The words
+// of a loss").  Sums are added in an order that depends on the launch alone, so every run gives the same bits.
 
 namespace scalar_loss {
 
@@ -21,6 +17,7 @@ namespace scalar_loss {
 template <class T> struct WideOf { using type = double; };
 template <> struct WideOf<double> { using type = DoubleDouble; };
 using Wide = WideOf<ACC>::type;
+using SumMailbox = Mailbox<Wide>;
 static_assert(sizeof(Wide) <= 8 * WIDE_WORDS, "a mailbox has too few words for a sum");
 
 // The sum over the threads of the block, all of which must call this.  The lanes of the first warp get the sum, the
@@ -53,8 +50,6 @@ __device__ inline Sum add_numbers(unsigned first, unsigned end, Load load, Numbe
     }
     return sum;
 }
-
-using SumLetter = Letter<Wide>;
 
 // True if a row counts for the divisor.
 __device__ inline bool row_counts(const Params& p, int64 target) {
@@ -89,10 +84,10 @@ __device__ inline void count_part(const Params& p, int part) {
         const int lane = threadIdx.x, last = int(p.counters) - 1;
         if (lane >= 32) return;
         if (part < last) {
-            if (lane == 0) SumLetter::put(mail.part_counts + WIDE_WORDS * part, sum);
+            if (lane == 0) SumMailbox(mail.part_counts + WIDE_WORDS * part).put(sum);
             return;
         }
-        if (lane < last) sum = SumLetter::wait_and_take(mail.part_counts + WIDE_WORDS * lane);
+        if (lane < last) sum = SumMailbox(mail.part_counts + WIDE_WORDS * lane).wait_and_take();
         else if (lane > last) sum = Wide{};
         put_word(mail.divisor(lane), uint64(bits(ACC(double(add_lanes(sum))))));
     }
@@ -165,20 +160,21 @@ __device__ __noinline__ void add_segment(LossMail mail, unsigned counters, unsig
     // The divisor and the sums of the other segments come before the last losses.  So they are looked at first, and taken
     // after the losses.
     Divisor divisor;
-    SumLetter other;
+    const auto sum_of = [&](unsigned i) { return SumMailbox(mail.sums + WIDE_WORDS * i); };
+    SumMailbox::Sent other;
     if (CALL_MEAN_LOSS && last) divisor.look(mail, threadIdx.x);
-    if (last && threadIdx.x < segment) other.look(mail.sums + WIDE_WORDS * threadIdx.x);
+    if (last && threadIdx.x < segment) other = sum_of(threadIdx.x).look();
     Wide sum = take_losses(mail, first, end);
 #pragma unroll 1
     for (unsigned i = threadIdx.x; last && i < segment; i += THREADS) {
-        sum += other.take(mail.sums + WIDE_WORDS * i);
-        if (i + THREADS < segment) other.look(mail.sums + WIDE_WORDS * (i + THREADS));
+        sum += sum_of(i).take(other);
+        if (i + THREADS < segment) other = sum_of(i + THREADS).look();
     }
     sum = add_block(sum);
     const int lane = threadIdx.x;
     if (lane >= 32) return;
     if (!last) {
-        if (lane == 0) SumLetter::put(mail.sums + WIDE_WORDS * segment, sum);
+        if (lane == 0) sum_of(segment).put(sum);
         return;
     }
     double total = double(sum);

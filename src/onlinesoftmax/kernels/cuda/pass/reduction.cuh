@@ -1,7 +1,7 @@
 // Reduces the losses of all rows to the total, their targets to the divisor of the mean, or both at once.
 //
 // One block:  owns the tiles blockIdx.x, blockIdx.x + gridDim.x, ... of BATCH * THREADS rows.  The last block adds the sums
-//             of all blocks, which send them by mail.cuh.
+//             of all blocks, which send them through channels.
 // Chosen:     for the divisor before a loss kernel that also writes the gradient, and for the total after every loss
 //             kernel whose losses are reduced to a scalar.
 // Bytes:      one read of the losses, of the targets, or of both, and of one weight for each target.
@@ -62,10 +62,10 @@ template <class Number> __device__ inline SUM add_rows(const Reduction& p, Numbe
     return sum;
 }
 
-using SumsLetter = Letter<RowSums>;
-
 // The mailbox of a block.
-__device__ inline uint64* mailbox(const Reduction& p, int block) { return p.mail + SumsLetter::WORDS * block; }
+__device__ inline Mailbox<RowSums> mailbox(const Reduction& p, int block) {
+    return Mailbox<RowSums>(p.mail + Mailbox<RowSums>::DOUBLES * block);
+}
 
 __device__ inline void write(const Reduction& p, RowSums sums) {
     // The divisor is rounded to ACC, because a launch of its own stores it in ACC.  So the mean is the same in both cases.
@@ -96,12 +96,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) reduction_kernel(const __g
     sums = add_block(sums, warp_sums);
     const int last = int(gridDim.x) - 1, lane = threadIdx.x;
     if (int(blockIdx.x) < last) {
-        if (lane == 0) SumsLetter::put(mailbox(p, blockIdx.x), sums);
+        if (lane == 0) mailbox(p, blockIdx.x).put(sums);
         return;
     }
     if (last > 0) {
         __syncthreads();
-        if (lane != last) sums = lane < last ? SumsLetter::wait_and_take(mailbox(p, lane)) : RowSums{};
+        if (lane != last) sums = lane < last ? mailbox(p, lane).wait_and_take() : RowSums{};
         sums = add_block(sums, warp_sums);
     }
     if (lane == 0) write(p, sums);

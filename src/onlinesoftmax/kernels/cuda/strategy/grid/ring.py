@@ -1,64 +1,24 @@
-"""Proposals of the CUDA strategy `grid`: teams of blocks that are resident together hold rows.
-
-There are three kernels: one that holds one row at a time (grid.cuh); one that loads and reduces the next rows while it
-writes one (pipeline.cuh); and one for rows that do not fit on chip (stream.cuh).  The last two load through a ring.
-"""
+"""Proposals of the kernels of strategy `grid` that load through a ring (ring.cuh): pipeline.cuh and stream.cuh."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...core.device import Device
-from ...core.problem import Problem
-from ..proposal import Proposal, no_gpu, reads
-from ..variant import Variant
-from .cuda_blocks import (
-    LINE_CHUNKS,
-    NO_REGISTERS,
+from .....core.device import Device
+from .....core.problem import Problem
+from .....planner.proposal import Proposal, reads
+from .....planner.variant import Variant
+from ..blocks import (
     OTHER_REGISTERS,
     choices_of_terms,
     chunk_words,
-    most_chunks,
     other_registers,
     peels_unaligned,
     propose,
-    resident_blocks,
     row_chunks,
-    slice_chunks,
+    slice_tiles,
 )
-
-
-def grid(problem: Problem, device: Device) -> list[Proposal] | str:
-    """Rows in the registers and shared memory of a team of blocks: all blocks of the device, or a part for each row."""
-    if refusal := no_gpu("CUDA", device):
-        return refusal
-    found = [
-        proposal
-        for threads, held in itertools.product((128, 256, 512), (4, 8, 16))
-        if held <= most_chunks(problem, threads, device)
-        for proposal in _teams(
-            problem, device, threads, held, resident_blocks(problem, threads, held, False, device), False
-        )
-    ]
-    if not problem.fused:
-        # Shared memory holds logits, from which scores would be made a second time, with a bias or a mask read again.
-        for threads, resident, held in (
-            (1024, 1, 2), (1024, 1, 4), (512, 2, 4), (512, 1, 8), (512, 1, 16), (256, 4, 4), (256, 2, 8),
-        ):  # fmt: skip
-            most = min(max(1, held * 4 // chunk_words(problem)), most_chunks(problem, threads * resident, device))
-            if most:
-                found += _teams(problem, device, threads, most, resident, True)
-    # Likeliest first: rows that are read once, without shared memory, with the most columns on chip at a time.
-    found.sort(key=lambda c: (c.reads, c.shared > 0, -c.block * c.programs))
-    return list(dict.fromkeys([*_pipelines(problem, device), *_streams(problem, device), *found])) or NO_REGISTERS
-
-
-def slice_tiles(chunks: int, team: int, threads: int) -> int:
-    """Tiles of a block's slice of a row."""
-    return max(1, -(-slice_chunks(chunks, team) // threads))
-
 
 PIPELINE, STREAM = "pipeline", "stream"
 """Files of the kernels that load through a ring: pipeline.cuh and stream.cuh."""
@@ -103,7 +63,7 @@ One row is written, one waits for its state, and one is reduced.
 """
 
 
-def _no_ring(problem: Problem, device: Device) -> str | None:
+def no_ring(problem: Problem, device: Device) -> str | None:
     """Why the kernels of `grid` that load through a ring cannot run a problem; None where they can."""
     if device.compute_capability < (9, 0):
         return "bulk copies need compute capability 9.0"
@@ -120,9 +80,9 @@ def _no_ring(problem: Problem, device: Device) -> str | None:
     return None
 
 
-def _pipelines(problem: Problem, device: Device) -> list[Proposal]:
+def pipelines(problem: Problem, device: Device) -> list[Proposal]:
     """Teams of blocks that load and reduce the next rows while one row is written."""
-    if _no_ring(problem, device):
+    if no_ring(problem, device):
         return []
     chunks, blocks = row_chunks(problem), device.multiprocessors
     terms = problem.itemsize >= 4 and choices_of_terms(problem)[-1]
@@ -176,9 +136,9 @@ def _rings(problem: Problem, device: Device, terms: bool, more: int = 0) -> Iter
                 yield lanes, depth, held, stages
 
 
-def _streams(problem: Problem, device: Device) -> list[Proposal]:
+def streams(problem: Problem, device: Device) -> list[Proposal]:
     """One team of all blocks, which keeps the last tiles of a row on chip and reads the others twice."""
-    if _no_ring(problem, device):
+    if no_ring(problem, device):
         return []
     chunks, blocks = row_chunks(problem), device.multiprocessors
     found = []
@@ -197,48 +157,6 @@ def _streams(problem: Problem, device: Device) -> list[Proposal]:
                 reads=reads(problem), again=1 - on_chip / tiles, kernel=STREAM,
                 variant=Variant(threads=lanes, chunks=held, depth=depth, stages=stages, team="all"),
                 peeled=problem.unaligned,
-            )
-        )  # fmt: skip
-    return found
-
-
-def _teams(
-    problem: Problem, device: Device, threads: int, held: int, resident: int, with_shared: bool
-) -> list[Proposal]:
-    """Teams of blocks with `held` chunks a thread in registers: as many teams as fit, or one."""
-    chunks, blocks = row_chunks(problem), resident * device.multiprocessors
-    room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
-    smallest = min(blocks, -(-chunks // (threads * (held + room))))
-    # "teams": as many teams of equal size as fit, but no more than needed for the same number of rounds.
-    # "all": a team of all blocks, or of as many as there are tiles; in the second case several teams may fit.
-    rounds = max(1, -(-problem.rows // max(1, blocks // smallest)))
-    of_equal_size = blocks // max(1, -(-problem.rows // rounds))
-    teams = {"teams": min(of_equal_size, -(-chunks // LINE_CHUNKS)), "all": min(blocks, -(-chunks // threads))}
-    found = []
-    for word, team in teams.items():
-        # A block reads the state of every other block of its team.  For thousands of them this takes longer than a row.
-        if team > 2 * max(threads, device.multiprocessors):
-            continue
-        if word == "teams" and (problem.rows == 1 or team == teams["all"]):
-            continue
-        tiles = slice_tiles(chunks, team, threads)
-        shared = min(room, max(0, tiles - held))
-        streamed = max(0, tiles - held - shared)
-        if with_shared and not shared:
-            continue
-        blocks_hold = f"{team} blocks, resident together, hold" if team > 1 else "one block holds"
-        reason = f"{blocks_hold} a row of {problem.cols} columns" + (
-            f" but for {streamed} of {tiles} tiles, which are read again" if streamed else ", so it is read once"
-        )
-        if problem.rows >= PIPELINED_ROWS * (blocks // team) and (why_not := _no_ring(problem, device)):
-            reason += f"; not pipelined: {why_not}"
-        found.append(
-            propose(
-                problem, "grid", reason, programs=min(problem.rows, blocks // team) * team,
-                block=min(held, tiles) * threads * problem.vector, warps=threads // 32, lanes=threads, splits=team,
-                shared=shared, resident=resident, depth=min(held, 4), terms=choices_of_terms(problem)[-1],
-                variant=Variant(threads=threads, chunks=held, shared=with_shared, team=word),
-                reads=reads(problem) if streamed else 1, again=streamed / tiles,
             )
         )  # fmt: skip
     return found

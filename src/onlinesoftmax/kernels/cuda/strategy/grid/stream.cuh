@@ -10,9 +10,8 @@
 //             second reads, because they begin with the last of the streamed tiles.
 // Limits:     those of pipeline.cuh, except that a row need not fit registers and ring.
 //
-// The streamed tiles are reduced by the blocks that own them, in a fixed order, so that every run gives the same bits.  Any
-// block may write them: a block with a free stage draws the next tile from a counter of the team.  With fixed shares, the
-// fastest blocks ended a fifth earlier than the slowest (one row of 2^28 bfloat16, H200).
+// Blocks reduce the streamed tiles that they own, in a fixed order, so every run gives the same bits.  Any block may write
+// them: it draws the next tile from a counter.  With fixed shares, the first blocks ended 20 % earlier (2^28 bf16, H200).
 //
 // Hazard: the output may overwrite x, and blocks write each other's tiles (docs/protocols.md, "The tile counter").
 
@@ -21,12 +20,10 @@ static_assert(!TERMS, "streamed tiles keep no terms");
 static_assert(HELD_TILES > 0, "a row needs more tiles on chip than the ring has stages");
 
 constexpr int ON_CHIP = HELD_TILES + STAGES;   // tiles of a row that a block keeps
-// Bytes, of all teams, of the last streamed tiles, with which the second read begins: L2 is asked to keep them.  L2 has
-// 50 MB on an H100, and what is written passes through it too.  36 MB were no faster on an H200.
-constexpr int IN_L2 = 24 << 20;
-// Bytes of the tiles before those: L2 is asked to evict them early, as the tiles that stay on chip.  Still earlier tiles have
-// left L2 by then, so they are loaded without a request, which would cost time: 1 % for one row of 2^28 columns on an H200.
-constexpr int BEFORE_L2 = 64 << 20;
+// Bytes, of all teams, of the last streamed tiles: the second read begins with them, so L2 is asked to keep them.
+constexpr int IN_L2 = 24 << 20;   // 36 MB were no faster, H200; L2 has 50 MB, and writes pass through it too
+// Bytes of the tiles before those: L2 is asked to evict them early.  Older tiles have left L2, and get no request.
+constexpr int BEFORE_L2 = 64 << 20;   // requests for older tiles took 1 % on 2^28 bf16, H200
 
 // The division of a row into tiles: those from `streamed` on stay on chip.
 struct Tiles {
@@ -73,8 +70,7 @@ __device__ inline void load_rows(const Params& p, const Board& board, const Stag
         unsigned* const counter = board.tile_counter(count);
         for (unsigned before = atomicAdd(counter, 1u);;) {
             loader.wait();
-            // The counter begins at EMPTY, which is -1, so the first number is 0.  `before` is first used here, so that the
-            // loader waits for the counter and for a stage at once.
+            // The counter begins at EMPTY, -1.  First used here, so that the loader waits for it and for a stage at once.
             const unsigned number = before + 1;
             if (number >= tiles.streamed) {
                 // Reset the counter: nobody draws for the next row that uses it before NO_TILE is stored below

@@ -12,7 +12,7 @@ struct Board {
 
     // 64-bit words of the messages of a team, in whole cache lines.
     static constexpr __device__ int64 message_words(int size) {
-        return (SLOTS * size * int64(sizeof(Message) / 8) + LINE_WORDS - 1) / LINE_WORDS * LINE_WORDS;
+        return (SLOTS * size * int64(sizeof(TeamChannel::Sent) / 8) + LINE_WORDS - 1) / LINE_WORDS * LINE_WORDS;
     }
     // 64-bit words of the board of a team: its messages, and a cache line for each counter, those of the slots and `done`;
     // the two of `tile_counter` share a line.
@@ -22,13 +22,13 @@ struct Board {
         : team(team), words(p.mail + blockIdx.x * board_words(team.size)) {
         // L2 may have evicted the board since the last launch.  This loads the messages of two rows, and all counters.
         for (unsigned slot = 0; slot < 2; ++slot)
-            for (int from = threadIdx.x; from < team.size; from += THREADS) prefetch(messages(slot) + from);
+            for (int from = threadIdx.x; from < team.size; from += THREADS) prefetch(messages(slot)[from].at);
         if (threadIdx.x < SLOTS + 2) prefetch(line(threadIdx.x));
     }
 
     // The messages about a row, one from each block; `count` is the number of the row among those of the team.
-    __device__ inline Message* messages(unsigned count) const {
-        return reinterpret_cast<Message*>(words) + int(count % SLOTS) * team.size;
+    __device__ inline TeamChannel messages(unsigned count) const {
+        return TeamChannel{reinterpret_cast<TeamChannel::Sent*>(words)}[int(count % SLOTS) * team.size];
     }
     __device__ inline uint64* line(int i) const { return words + message_words(team.size) + i * LINE_WORDS; }
     // Counts the blocks that have posted their messages, over all rows that use the same slot.
@@ -43,7 +43,7 @@ struct Board {
 
     // Posts this block's state; called by one thread.
     __device__ inline void post(const State& a, unsigned count) const {
-        put_message(messages(count) + team.rank, a, count + 1);
+        put_state(messages(count)[team.rank], a, count + 1);
         add_to_word(posted(count), 1);
     }
     // Looks once whether all blocks have posted their states of a row.  A counter begins at EMPTY, which is -1.
@@ -63,7 +63,7 @@ struct Board {
         const int lane = threadIdx.x % 32;
         const uint64 before = lane ? 0 : add_and_look(done(), 1) - EMPTY;
         if (from_lane(before, 0) != uint64(team.size - 1)) return;
-        for (int i = lane; i < SLOTS * team.size; i += 32) remove_message(messages(0) + i);
+        for (int i = lane; i < SLOTS * team.size; i += 32) messages(0)[i].clear();
         for (int i = lane; i < SLOTS + 1; i += 32) put_word(line(i), EMPTY);
     }
 };

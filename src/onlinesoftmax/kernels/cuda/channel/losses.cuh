@@ -21,11 +21,9 @@ struct LossMail {
     __device__ inline void send(int64 row, ACC loss) const { put_word(losses + row, bits(loss)); }
 };
 
-// The divisor of a mean, which the blocks that count publish: without weights, each counting warp adds 1 to the upper half of
-// the word and its number of rows to the lower half; with weights, the word is the bits of the divisor.
-//
-// A thread looks before it loads its row, and waits when these loads are issued.  Hazard: the load of the target's logit
-// comes after the wait; before it, the assembler would make the loads of the row wait for the target.
+// The divisor of a mean, from the blocks that count.  Without weights, each counting warp adds 1 to the upper half of the
+// word and its rows to the lower half; with weights, the word holds the bits of the divisor.
+// Hazard: look before the row is loaded, wait after it, and then load the target's logit, or the row waits for the target.
 struct Divisor {
     uint64 word;   // as loaded by `look`
 

@@ -1,19 +1,34 @@
-"""Helpers of the CUDA strategies: chunks of a row, registers of a thread, and blocks of a multiprocessor."""
+"""Blocks of the CUDA strategies: chunks of a row, registers of a thread, and blocks of a multiprocessor.
+
+A row is divided into chunks of 16 bytes, and each thread holds the same number of chunks, so no row is padded to a
+power of two.  The choices that remain are the number of threads that share a row, the numbers of rows and blocks in
+flight, and whether a thread keeps the terms of a row's sum or its elements.  A strategy proposes all blocks that are
+worth measuring, likeliest first.  `onlinesoftmax tune` measures them; without a table of times, the first is taken.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...core.device import CACHE_LINE, Device
-from ...core.problem import Problem
-from .. import proposal
-from ..proposal import Proposal
+from ....core.device import CACHE_LINE, Device
+from ....core.problem import Problem
+from ....planner import proposal
+from ....planner.proposal import Proposal
+
+MOST_BLOCKS = (1 << 31) - 1
+"""Most blocks of one launch."""
+
+SCORE_REGISTERS = 32
+"""Most registers for a thread's chunks where it holds scores, if any proposal keeps to them.
+
+With more, the compiler starts computing before all loads are issued.
+"""
 
 LINE_CHUNKS = CACHE_LINE // 16
 """Chunks of a cache line: the fewest that a block owns of a row which it shares with other blocks."""
 
 HELD_REGISTERS = 64
-"""Most registers of a thread for its chunks of a row, in the kernels without a ring (cuda_grid.py)."""
+"""Most registers of a thread for its chunks of a row, in the kernels without a ring (grid/ring.py)."""
 
 OTHER_REGISTERS = 32
 """Fewest registers of a thread for everything but its chunks; `other_registers` has the number of a problem."""
@@ -31,6 +46,11 @@ def row_chunks(problem: Problem) -> int:
 def slice_chunks(chunks: int, blocks: int) -> int:
     """Chunks of each block's slice of a row.  Slices start on a cache line, so no two blocks load the same one."""
     return -(-chunks // (LINE_CHUNKS * blocks)) * LINE_CHUNKS
+
+
+def slice_tiles(chunks: int, team: int, threads: int) -> int:
+    """Tiles of a block's slice of a row."""
+    return max(1, -(-slice_chunks(chunks, team) // threads))
 
 
 def peels_unaligned(problem: Problem) -> bool:
@@ -96,3 +116,27 @@ def propose(
     """A proposal of a CUDA strategy, as `proposal.propose` makes it; by default `peels_unaligned` says if it peels."""
     peeled = peels_unaligned(problem) if peeled is None else peeled
     return proposal.propose(problem, "cuda", strategy, reason, peeled, **values)
+
+
+def within_score_registers(found: list[Proposal], problem: Problem) -> list[Proposal]:
+    """The proposals within SCORE_REGISTERS; all of them where none is, or where no scores are made."""
+    if not makes_scores(problem):
+        return found
+    light = [c for c in found if chunks_per_thread(c, problem) * chunk_words(problem, c.terms) <= SCORE_REGISTERS]
+    return light or found
+
+
+def elements_per_block(problem: Problem, device: Device) -> int:
+    """Most elements that the registers of one block hold."""
+    return max(threads * most_chunks(problem, threads, device) for threads in (512, 1024)) * problem.vector
+
+
+def chunks_per_thread(proposal: Proposal, problem: Problem) -> int:
+    """Chunks of a row that a thread holds in registers."""
+    return proposal.block // (proposal.lanes * problem.vector)
+
+
+def rank(proposal: Proposal, problem: Problem, chunks: int) -> tuple[int, ...]:
+    """Sort key: the likeliest proposal has the smallest.  `chunks` is the best number of chunks of a thread."""
+    away = abs(chunks_per_thread(proposal, problem) - chunks)
+    return proposal.resident < 2, away, not proposal.terms, proposal.splits, proposal.depth, proposal.warps

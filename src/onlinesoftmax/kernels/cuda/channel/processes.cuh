@@ -4,11 +4,10 @@
 // included, by stores to a mailbox in the memory of the receiver.  A receiver looks only at its own memory.  All GPUs merge
 // the same states in the same order, so the state of the whole row has the same bits everywhere.
 //
-// A word of a message has 64 bits: 32 bits of the message, and above them the tag of the launch, which shows that they have
-// come.  Successive launches use two sets of mailboxes in turn.
+// The tag of a message is that of the launch.  Successive launches use two sets of mailboxes in turn.
 //
-// Hazard: a block must send its rows in the order of their numbers, and a row before it waits for the row.  Otherwise a message
-// could be overwritten, or GPUs could wait for each other for ever (docs/protocols.md, "The mailboxes of processes").
+// Hazard: a block must send its rows in the order of their numbers, and send a row before it waits for it, or GPUs could wait
+// for each other for ever (docs/protocols.md, "The mailboxes of processes").
 
 constexpr int SCORE_WORDS = HAS_TARGET ? ACC_WORDS : 0;
 
@@ -19,21 +18,7 @@ struct ShardState {
     ACC target_score;
 };
 
-struct ShardMessage {
-    static constexpr int WORDS = STATE_WORDS + SCORE_WORDS;
-    unsigned words[WORDS];
-};
-__device__ inline unsigned& word_of(ShardMessage& message, int i) { return message.words[i]; }
-
-// Accesses at system scope: a store here is visible to a load on another GPU.
-__device__ inline void put_word_system(uint64* to, uint64 word) {
-    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" :: "l"(to), "l"(word) : "memory");
-}
-__device__ inline uint64 look_word_system(const uint64* from) {
-    uint64 word;
-    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(from) : "memory");
-    return word;
-}
+using ProcessChannel = Channel<TaggedWord, STATE_WORDS + SCORE_WORDS>;
 
 // Nanoseconds since some moment.
 __device__ inline uint64 now() {
@@ -74,14 +59,16 @@ struct Launch {
     // No tag is 0, which an empty mailbox has.  After 2^31 launches the tags begin again.
     __device__ inline unsigned tag() const { return number | 1u << 31; }
     // The mailbox for the message of process `from` about a row, in the memory of process `in`.
-    __device__ inline uint64* mailbox(const Params& p, int in, int64 row, int from) const {
-        return p.shard_mail[in] + number % SETS * p.set_words + (row * int(p.processes) + from) * ShardMessage::WORDS;
+    __device__ inline ProcessChannel channel(const Params& p, int in, int64 row, int from) const {
+        uint64* const at = p.shard_mail[in] + number % SETS * p.set_words
+            + (row * int(p.processes) + from) * ProcessChannel::Sent::UNITS;
+        return {reinterpret_cast<ProcessChannel::Sent*>(at)};
     }
 };
 
-// The number of this launch: that of the launches that the host has made, p.number, or 0 in a CUDA graph, plus that of the
-// replays (docs/protocols.md, "Numbers of launches").  Both stand behind the mailboxes in COPIES copies, because many warps
-// that read one address wait for each other.  `lane` counts the threads of the block that call this, at least COPIES.
+// The number of this launch: the host's number, plus the number of replays of graphs (docs/protocols.md, "Numbers of
+// launches").  Both stand behind the mailboxes in COPIES copies, because warps that read one address wait for each other.
+// `lane` counts the threads of the block that call this, at least COPIES.
 __device__ inline Launch this_launch(const Params& p, int lane) {
     static_assert(COPIES <= 32, "a warp stores all copies");
     if constexpr (!SHARDED || !REDUCES) return {};
@@ -97,33 +84,23 @@ __device__ inline Launch this_launch(const Params& p, int lane) {
 // of a thread among those that hold the row.
 __device__ inline void prefetch_mailboxes(const Params& p, Launch launch, int64 row, int lane) {
     if constexpr (SHARDED && REDUCES)
-        if (row < p.rows && lane < p.processes) prefetch(launch.mailbox(p, int(p.process), row, lane));
+        if (row < p.rows && lane < p.processes) prefetch(launch.channel(p, int(p.process), row, lane).at);
 }
 
 // Sends the state of this shard to process `to`.
 __device__ inline void send_state(const Params& p, Launch launch, const ShardState& own, int64 row, int to) {
-    ShardMessage message;
-    put_state(message, own.state);
-    if constexpr (HAS_TARGET) put(message, STATE_WORDS, own.target_score);
-    uint64* const box = launch.mailbox(p, to, row, int(p.process));
-#pragma unroll
-    for (int i = 0; i < ShardMessage::WORDS; ++i) put_word_system(box + i, uint64(launch.tag()) << 32 | message.words[i]);
+    ProcessChannel::Sent sent;
+    set_state(sent, own.state);
+    if constexpr (HAS_TARGET) sent.set(STATE_WORDS, own.target_score);
+    launch.channel(p, to, row, int(p.process)).put(sent, launch.tag());
 }
 
 // Looks once at the message of a process.  Returns true if all of it has come; `found` is then its content.
 __device__ inline bool look_for_state(const Params& p, Launch launch, ShardState& found, int64 row, int from) {
-    const uint64* const box = launch.mailbox(p, int(p.process), row, from);
-    ShardMessage message;
-    bool come = true;
-#pragma unroll
-    for (int i = 0; i < ShardMessage::WORDS; ++i) {
-        const uint64 word = look_word_system(box + i);
-        come &= unsigned(word >> 32) == launch.tag();
-        message.words[i] = unsigned(word);
-    }
-    if (!come) return false;
-    found.state = read_state(message);
-    if constexpr (HAS_TARGET) get(message, STATE_WORDS, found.target_score);
+    ProcessChannel::Sent sent = launch.channel(p, int(p.process), row, from).look();
+    if (ProcessChannel::status(sent, launch.tag()) == Status::PENDING) return false;
+    found.state = state_in(sent);
+    if constexpr (HAS_TARGET) sent.get(STATE_WORDS, found.target_score);
     return true;
 }
 
