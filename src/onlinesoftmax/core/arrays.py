@@ -127,26 +127,37 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
 
 
+def _shared(library: Any) -> dict[str, Any]:
+    """The functions that are spelled alike in numpy, torch and jax.numpy."""
+    return {
+        **{name: getattr(library, name) for name in ("exp", "log", "where", "isinf", "maximum")},
+        "broadcast": library.broadcast_to,
+        "clip": lambda m: library.clip(m, library.finfo(m.dtype).min, library.finfo(m.dtype).max),
+    }
+
+
+def _shared_by_numpy(library: Any, accumulator: Callable[[Array], Any]) -> dict[str, Any]:
+    """The functions that are spelled alike in numpy and jax.numpy."""
+    return _shared(library) | {
+        "accumulator": accumulator,
+        "max": lambda x, dim: library.max(x, axis=dim, keepdims=True),
+        "min": lambda x, dim: library.min(x, axis=dim, keepdims=True),
+        "sum": lambda x, dim: library.sum(x, axis=dim, keepdims=True),
+        "full": lambda like, shape, value: library.full(shape, value, accumulator(like)),
+        "arange": lambda x, dim: library.arange(x.shape[dim]).reshape(_along(x, dim)),
+    }
+
+
 @cache
 def _numpy() -> SimpleNamespace:
-    return SimpleNamespace(
-        is_floating=lambda x: is_floating_dtype(x.dtype),
-        accumulator=lambda x: _numpy_accumulator(x.dtype),
-        astype=lambda x, dtype: np.asarray(x).astype(dtype, copy=False),
-        max=lambda x, dim: np.max(x, axis=dim, keepdims=True),
-        min=lambda x, dim: np.min(x, axis=dim, keepdims=True),
-        sum=_numpy_sum,
-        full=lambda like, shape, value: np.full(shape, value, _numpy_accumulator(like.dtype)),
-        arange=lambda x, dim: np.arange(x.shape[dim]).reshape(_along(x, dim)),
-        exp=np.exp,
-        log=np.log,
-        where=lambda condition, a, b: np.where(condition, _weak(a, b), _weak(b, a)),
-        clip=lambda m: np.clip(m, np.finfo(m.dtype).min, np.finfo(m.dtype).max),
-        isinf=np.isinf,
-        maximum=np.maximum,
-        broadcast=np.broadcast_to,
-        index=np.int64,
-    )
+    own = {
+        "is_floating": lambda x: is_floating_dtype(x.dtype),
+        "astype": lambda x, dtype: np.asarray(x).astype(dtype, copy=False),
+        "sum": _numpy_sum,
+        "where": lambda condition, a, b: np.where(condition, _weak(a, b), _weak(b, a)),
+        "index": np.int64,
+    }
+    return SimpleNamespace(**_shared_by_numpy(np, _numpy_accumulator) | own)
 
 
 _PARTS = 8
@@ -182,9 +193,9 @@ def _along(x: Array, dim: int) -> tuple[int, ...]:
     return tuple(-1 if i == dim % x.ndim else 1 for i in range(x.ndim))
 
 
-def _numpy_accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _numpy_accumulator(x: Array) -> np.dtype[Any]:
     # The size decides, because float64 in the other byte order is not equal to np.float64. longdouble gets float64.
-    return np.dtype(np.float64 if dtype.itemsize >= 8 else np.float32)
+    return np.dtype(np.float64 if x.dtype.itemsize >= 8 else np.float32)
 
 
 def _weak(value: Any, other: Any) -> Any:
@@ -204,52 +215,32 @@ def _torch() -> SimpleNamespace:
     for dtype in (torch.float32, torch.float64):
         torch.log(torch.exp(torch.zeros(1, dtype=dtype, device="cpu")))
 
-    return SimpleNamespace(
-        is_floating=lambda x: x.is_floating_point(),
-        accumulator=accumulator,
-        astype=lambda x, dtype: x.to(dtype),
-        max=lambda x, dim: torch.amax(x, dim, keepdim=True),
-        min=lambda x, dim: torch.amin(x, dim, keepdim=True),
-        sum=lambda x, dim: torch.sum(x, dim, keepdim=True),
-        full=lambda like, shape, value: torch.full(shape, value, dtype=accumulator(like), device=like.device),
-        arange=lambda x, dim: torch.arange(x.shape[dim], device=x.device).reshape(_along(x, dim)),
-        exp=torch.exp,
-        log=torch.log,
-        where=torch.where,
-        clip=lambda m: torch.clamp(m, torch.finfo(m.dtype).min, torch.finfo(m.dtype).max),
-        isinf=torch.isinf,
-        maximum=torch.maximum,
-        broadcast=torch.broadcast_to,
-        index=torch.int64,
-    )
+    own = {
+        "is_floating": lambda x: x.is_floating_point(),
+        "accumulator": accumulator,
+        "astype": lambda x, dtype: x.to(dtype),
+        "max": lambda x, dim: torch.amax(x, dim, keepdim=True),
+        "min": lambda x, dim: torch.amin(x, dim, keepdim=True),
+        "sum": lambda x, dim: torch.sum(x, dim, keepdim=True),
+        "full": lambda like, shape, value: torch.full(shape, value, dtype=accumulator(like), device=like.device),
+        "arange": lambda x, dim: torch.arange(x.shape[dim], device=x.device).reshape(_along(x, dim)),
+        "index": torch.int64,
+    }
+    return SimpleNamespace(**_shared(torch) | own)
 
 
 @cache
 def _jax() -> SimpleNamespace:
     import jax.numpy as jnp
 
-    def accumulator(x: Array) -> Any:
-        return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-
-    return SimpleNamespace(
-        is_floating=lambda x: jnp.issubdtype(x.dtype, jnp.floating),
-        accumulator=accumulator,
-        astype=lambda x, dtype: x.astype(dtype),
-        max=lambda x, dim: jnp.max(x, axis=dim, keepdims=True),
-        min=lambda x, dim: jnp.min(x, axis=dim, keepdims=True),
-        sum=lambda x, dim: jnp.sum(x, axis=dim, keepdims=True),
-        full=lambda like, shape, value: jnp.full(shape, value, accumulator(like)),
-        arange=lambda x, dim: jnp.arange(x.shape[dim]).reshape(_along(x, dim)),
-        exp=jnp.exp,
-        log=jnp.log,
-        where=jnp.where,
-        clip=lambda m: jnp.clip(m, jnp.finfo(m.dtype).min, jnp.finfo(m.dtype).max),
-        isinf=jnp.isinf,
-        maximum=jnp.maximum,
-        broadcast=jnp.broadcast_to,
+    own = {
+        "is_floating": lambda x: jnp.issubdtype(x.dtype, jnp.floating),
+        "astype": lambda x, dtype: x.astype(dtype),
         # 64 bits where JAX has them.
-        index=int,
-    )
+        "index": int,
+    }
+    wide = _shared_by_numpy(jnp, lambda x: jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32))
+    return SimpleNamespace(**wide | own)
 
 
 _BUILDERS = {"numpy": _numpy, "torch": _torch, "jax": _jax}
