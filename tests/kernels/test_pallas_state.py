@@ -22,12 +22,14 @@ from onlinesoftmax.kernels.pallas import ops, state
 class PallasAlgebra:
     """The functions of kernels/pallas/state.py and ops.py: plain JAX, in a kernel or not.
 
-    States have every sum that an operation can ask for: l, and zl for the entropy.
+    States have every sum that an operation can ask for: l, zl for the entropy, and wz, a plain sum, for smoothing.
     """
 
     name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
-    accumulators: Sequence[str] = ("weighted",)
-    op = ops.Op("softmax", ("y", "entropy"))
+    accumulators: Sequence[str] = ("weighted", "plain")
+    # The score of the target, from which wz counts the scores, is 0.
+    op = ops.Op("cross_entropy", ("loss", "entropy"), numbers=(("smoothing", 0.5), ("z_loss", 0.0)))
+    op = op.at_target(jnp.int32(0), jnp.float32(0), 1)
 
     def array(self, values: Float64, dtype: str) -> Any:
         return jnp.asarray(values, dtype)
@@ -36,7 +38,8 @@ class PallasAlgebra:
         return np.asarray(x).astype(np.float64).reshape(-1)
 
     def of(self, x: Any, first: int = 0) -> state.State:
-        return state.of(x.astype(jnp.float32)[None], terms=self.op.terms) if x.size else self.identity(x)
+        wide = x.astype(jnp.float32)[None]
+        return tuple(part.reshape(1, 1) for part in self.op.of((wide, wide))) if x.size else self.identity(x)
 
     def identity(self, like: Any) -> state.State:
         return self.op.identity((1, 1), jnp.float32)
@@ -54,9 +57,9 @@ class PallasAlgebra:
         return float(self.op.row_output("lse", a)[0, 0])
 
     def accumulated(self, a: state.State, name: str) -> float:
-        """The sum of x * exp(x - m); zl counts x from m."""
-        m, l, zl = (float(part[0, 0]) for part in (state.shift(a[0]), *a[1:]))
-        return zl + m * l
+        """The sum of x * exp(x - m), where zl counts x from m; or the sum of x."""
+        m, l, zl, wz = (float(part[0, 0]) for part in (state.shift(a[0]), *a[1:]))
+        return wz if name == "plain" else zl + m * l
 
     def softmax(self, a: state.State, x: Any) -> Float64:
         return self._output("softmax", a, x)
