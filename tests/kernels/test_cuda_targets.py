@@ -163,6 +163,21 @@ def test_the_largest_column(strategy: str, folder: Path) -> None:
         np.testing.assert_array_equal(found["largest"][:, 0], key.argmax(1))
 
 
+@pytest.mark.parametrize(("kernel", "options"), [("stream", ("softcap",)), ("grid", ())])
+def test_the_largest_states_fit_beside_the_tiles(kernel: str, options: tuple[str, ...]) -> None:
+    """Shared memory holds the tiles of a plan, and states with every accumulator."""
+    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    ask = Ask(LOSS, ("loss", "y", "lse", "entropy", "largest"), ("dy", "smoothing"), options)
+    device, task = known("h200"), a_task(ask, 1 if kernel == "stream" else 8, 1 << 28, "bfloat16")
+    problem = Problem.of(task)
+    plans = [priced(one, problem, device) for one in PROPOSALS["grid"](problem, device)]
+    # The plan with the most and smallest parts in shared memory has the most barriers.
+    plan = max((one for one in plans if source.kernel_file(one) == kernel), key=lambda one: (one.warps, one.stages))
+    request = Request(task, plan)
+    _, log, _ = compile.build(source.source(request), "sm_90")
+    assert compile.usage(log)["shared_memory"] + source.shared_memory(request) <= device.shared_memory // plan.resident
+
+
 GRADIENTS = [name for name, operation in OPERATIONS.items() if operation.backward and not operation.has_target]
 
 

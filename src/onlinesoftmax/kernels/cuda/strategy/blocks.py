@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ....core.accumulators import Argmax
 from ....core.device import CACHE_LINE, Device
 from ....core.problem import Problem
 from ....planner import proposal
@@ -59,6 +60,18 @@ def peels_unaligned(problem: Problem) -> bool:
     Whole rows would be loaded fewer than 16 bytes at a time.
     """
     return problem.contiguous and problem.can_peel and problem.aligned_bytes < 16 and problem.cols >= problem.vector
+
+
+def state_bytes(problem: Problem) -> int:
+    """Most bytes of a state in shared memory: m, the sums in float64 or pairs of float64, and an argmax.
+
+    A sum that only some calls need is counted beside an argmax alone: the tables were measured without it.
+    """
+    needed = {name for output in problem.written for name in output.needs}
+    kept = [one for one in problem.declaration.accumulators if one.name in needed]
+    argmax = any(one.kind is Argmax for one in kept)
+    sums = sum(one.kind is not Argmax and (argmax or not one.only_with) for one in kept)
+    return 8 + (16 if problem.itemsize == 8 else 8) * sums + 16 * argmax
 
 
 def chunk_words(problem: Problem, terms: bool = False) -> int:

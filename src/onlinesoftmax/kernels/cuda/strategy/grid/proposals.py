@@ -22,6 +22,7 @@ from ..blocks import (
     resident_blocks,
     row_chunks,
     slice_tiles,
+    state_bytes,
 )
 from .ring import PIPELINED_ROWS, no_ring, pipelines, streams
 
@@ -56,7 +57,9 @@ def _teams(
 ) -> list[Proposal]:
     """Teams of blocks with `held` chunks a thread in registers: as many teams as fit, or one."""
     chunks, blocks = row_chunks(problem), resident * device.multiprocessors
-    room = (device.shared_memory // resident - 2048) // (threads * 16 * problem.inputs) if with_shared else 0
+    states = threads // 8 * state_bytes(problem) + 16 * problem.declaration.has_target
+    fixed = max(2048, states)
+    room = (device.shared_memory // resident - fixed) // (threads * 16 * problem.inputs) if with_shared else 0
     smallest = min(blocks, -(-chunks // (threads * (held + room))))
     # "teams": as many teams of equal size as fit, but no more than needed for the same number of rounds.
     # "all": a team of all blocks, or of as many as there are tiles; in the second case several teams may fit.

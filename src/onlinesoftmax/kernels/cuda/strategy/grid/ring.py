@@ -18,6 +18,7 @@ from ..blocks import (
     propose,
     row_chunks,
     slice_tiles,
+    state_bytes,
 )
 
 PIPELINE, STREAM = "pipeline", "stream"
@@ -130,8 +131,10 @@ def _rings(problem: Problem, device: Device, terms: bool, more: int = 0) -> Iter
             # The ring shares the memory with the maxima that kept terms are relative to, one of each thread and tile.
             maxima = held // depth * lanes * problem.itemsize if terms else 0
             # The states of all warps and the barriers; states in float64 take twice the bytes.
-            fixed = 4096 if problem.itemsize == 8 else 2048
-            stages = (device.shared_memory - fixed - maxima) // (lanes * depth * 16 * problem.inputs)
+            tile = lanes * depth * 16 * problem.inputs
+            states = (2 * (lanes // 32) + 2) * state_bytes(problem) + 24 * (device.shared_memory // tile) + 64
+            fixed = max(4096 if problem.itemsize == 8 else 2048, states)
+            stages = (device.shared_memory - fixed - maxima) // tile
             if held > 0 and stages > 1:
                 yield lanes, depth, held, stages
 
