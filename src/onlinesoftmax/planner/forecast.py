@@ -196,38 +196,48 @@ class Forecast:
 
         A variant that was the fastest for a shorter row may not be among them: its blocks may be too small for the row.
         """
-        strategy = (options[0].backend, options[0].strategy)
-        paces = []
-        for cell, _, _ in self.anchors:
+        backend, strategy = options[0].backend, options[0].strategy
+        known = []
+        for cell, weight, _ in self.anchors:
+            of_backend = [timing for timing in cell.timings if timing.backend == backend]
+            times = {timing.variant: timing.us for timing in of_backend if timing.strategy == strategy}
+            if times and not self.table.every_variant:
+                otherwise = UNMEASURED_RATIO * min(times.values())
+            else:
+                otherwise = KEPT_RATIO * min(timing.us for timing in of_backend or cell.timings)
             like = self.problem.for_rows(self.problem.rows, cell.cols)
-            is_measured = any(timing[:2] == strategy for timing in cell.timings)
-            paces.append(_paces_of(propose, like, cell.rows, self.device) if is_measured else {})
-        times = [self._us(option, paces) for option in options]
-        us, is_measured = best = min(times, key=lambda pair: pair[0])
+            paces = _paces_of(propose, like, cell.rows, self.device) if times else {}
+            known.append(Known(weight, times, otherwise, paces))
+        times_of_options = [self._us(option, known) for option in options]
+        us, is_measured = best = min(times_of_options, key=lambda pair: pair[0])
         shapes = ", ".join(f"{anchor.cell.rows} x {anchor.cell.cols}" for anchor in self.anchors)
         measured = (self.table.device, f"{self.anchors[0].source}: {shapes}") if is_measured else ("", "")
-        return priced(options[times.index(best)], self.problem, self.device, us, *measured)
+        return priced(options[times_of_options.index(best)], self.problem, self.device, us, *measured)
 
-    def _us(self, option: Proposal, paces: list[dict[Variant, Pace]]) -> tuple[float, bool]:
-        """Microseconds of a proposal, and True where a cell names its variant.
+    def _us(self, option: Proposal, known: list[Known]) -> tuple[float, bool]:
+        """Microseconds of a proposal, and True where an anchor names its variant.
 
         The logits that the gradient of a softcap reads beside its input are added at full bandwidth, alike for every
         proposal.
 
         Args:
             option: The proposal.
-            paces: The pace of each variant of its strategy at each anchor.
+            known: What is known of its strategy at each anchor.
         """
         problem, device, launches = self.problem, self.device, option.launches * LAUNCH_US
         here = _pace(option, problem, device)
+        names = [option.variant]
+        if not problem.declaration.may_keep_terms:
+            # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
+            names.append(option.variant.with_terms())
         transfer, is_measured = 0.0, False
-        for (cell, weight, _), there in zip(self.anchors, paces, strict=True):
-            us, is_named = self._time_in(cell, option)
+        for weight, times, otherwise, paces in known:
+            found = [times[name] for name in names if name in times]
             # Launches take as long for any number of bytes: only the rest of the time grows with them.
-            weight *= max(us - launches, 0.0)
-            if is_named:
+            weight *= max(min(found, default=otherwise) - launches, 0.0)
+            if found:
                 is_measured = True
-                weight *= _slowed(problem, device.bandwidth, here.time_of_byte(there.get(option.variant, here)))
+                weight *= _slowed(problem, device.bandwidth, here.time_of_byte(paces.get(option.variant, here)))
             transfer += weight
         slower = _slowed(problem, self.table.bandwidth, self.table.bandwidth / device.bandwidth)
         us = launches + slower * transfer + problem.all_logit_bytes / (device.bandwidth * 1e3)
@@ -239,24 +249,6 @@ class Forecast:
             # Take the larger of forecast and estimate, so that an optimistic guess does not win.
             us = max(us, estimated_us(option, problem, device))
         return us, is_measured
-
-    def _time_in(self, cell: Cell, option: Proposal) -> tuple[float, bool]:
-        """(microseconds of a proposal's variant in a cell, True where the cell names it).
-
-        For a variant that the cell does not name, the time is the fastest of its strategy or backend times a ratio.
-        """
-        backend, strategy = option.backend, option.strategy
-        names = {option.variant}
-        if not self.problem.declaration.may_keep_terms:
-            # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
-            names.add(option.variant.with_terms())
-        of_backend = [timing for timing in cell.timings if timing.backend == backend]
-        of_strategy = [timing for timing in of_backend if timing.strategy == strategy]
-        if found := [timing.us for timing in of_strategy if timing.variant in names]:
-            return min(found), True
-        if of_strategy and not self.table.every_variant:
-            return UNMEASURED_RATIO * min(timing.us for timing in of_strategy), False
-        return KEPT_RATIO * min(timing.us for timing in of_backend or cell.timings), False
 
 
 def forecast_for(table: Table, problem: Problem, device: Device, backends: Collection[str]) -> Forecast | None:
@@ -289,6 +281,22 @@ def _pace(option: Proposal, problem: Problem, device: Device, rows: int | None =
     """The pace of a proposal, with the stretch of a call of so many rows."""
     like = problem if rows is None else problem.for_rows(rows)
     return Pace(busy(option, problem, device), stretch(option, like, device))
+
+
+class Known(NamedTuple):
+    """What is known of a strategy at an anchor.
+
+    Attributes:
+        weight: Weight of the anchor.
+        times: Microseconds of the variants that its cell names.
+        otherwise: Microseconds of the others: the fastest of their strategy or backend times a ratio.
+        paces: The pace of each variant there.
+    """
+
+    weight: float
+    times: dict[Variant, float]
+    otherwise: float
+    paces: dict[Variant, Pace]
 
 
 @lru_cache(maxsize=4096)
