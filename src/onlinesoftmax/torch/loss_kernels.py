@@ -130,7 +130,18 @@ def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: 
         return results_of(call, results, **how)
     if not is_recorded(call):
         return _reduced(call, loss, results)
+    if waits_for_scale(call):
+        rows, *more = results_of(call, results, by_pytorch=_loss_by_pytorch, loss=loss._replace(reduction="none"))
+        return loss_eager.reduced(rows, target, weight, loss), *more
     return record(call, ("loss", "y", *results[1:]), results, forward=_reduced_by_kernels, **how)
+
+
+def waits_for_scale(call: Call) -> bool:
+    """True where the gradient of a reduced loss must not be stored before the factor of a gradient scaler arrives.
+
+    The gradient of a mean over many rows is too small for float16, so backward computes it from the logits.
+    """
+    return call.x.dtype is torch.float16 and is_recorded(call)
 
 
 def _reduced_by_kernels(recording: Recording, call: Call) -> tuple[Tensor, ...]:
@@ -196,7 +207,14 @@ def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
 
 def _prepared(call: Call, loss: Loss) -> Callable[..., Any] | None:
     """The function (x, target, weight) of a cacheable loss; None where it needs the general path."""
-    how = {"by_pytorch": _loss_by_pytorch, "loss": loss}
+    how, wide = {"by_pytorch": _loss_by_pytorch, "loss": loss}, loss.wide(call.x)
+    if loss.reduction != "none" and waits_for_scale(call):
+        of_rows = _prepared(call, loss._replace(reduction="none", settings=loss.settings._replace(dtype=wide)))
+        return of_rows and (
+            lambda x, target, weight: loss_eager.reduced(of_rows(x, target, weight), target, weight, loss).to(
+                loss.settings.dtype
+            )
+        )
     if loss.reduction == "none":
         run = prepared_results(call, ("loss",), **how)
     else:
@@ -206,7 +224,7 @@ def _prepared(call: Call, loss: Loss) -> Callable[..., Any] | None:
         run = prepared_recording(call, ("loss", "y"), ("loss",), run=reduced, **how) if is_recorded(call) else reduced
     dtype, weight_sum = loss.settings.dtype, call.beside.get("weight_sum")
     sum_dtype = None if weight_sum is None else weight_sum.dtype
-    converts = loss.reduction == "none" and dtype != loss.wide(call.x)
+    converts = loss.reduction == "none" and dtype != wide
     if "weight" not in call.beside and not converts:
         return lambda x, target, _: run(x, target)
 
