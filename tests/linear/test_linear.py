@@ -290,6 +290,9 @@ def test_compiled(backend: str) -> None:
     same_with_gradients(
         compiled(x, w, target, linear_bias=b), osm.linear_cross_entropy(x, w, target, linear_bias=b), [x, w, b]
     )
+    whole = torch.compile(osm.linear_cross_entropy, backend=backend, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        whole(x, w, target)
 
 
 @pytest.mark.skipif(GPU, reason="without a GPU, Triton's interpreter runs the kernels")

@@ -27,6 +27,8 @@ PROBLEM = plans.LinearProblem(8192, 4096, 128256, 2, 4, waits=False, of_weight=T
         ({"waits": True}, 3 << 30, "stored", 1, 3),
         ({"waits": True, "whole_rows": True}, None, "tokens", 2, 4),
         ({"of_weight": False}, 1 << 29, "tokens", 4, 3),
+        ({"tokens": 1024, "hidden": 512, "classes": 50257}, 40_000_000, "columns", 3, 4),
+        ({"tokens": 777, "hidden": 768, "classes": 32000}, 40_000_000, "columns", 2, 4),
     ],
 )
 def test_plans(change: dict[str, Any], memory: int | None, name: str, chunks: int, products: int) -> None:

@@ -10,7 +10,6 @@ and columns.py are the ways of a call.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +153,9 @@ def linear_token_loss(
 def _implementation() -> Any:
     """The module that computes the functions, which imports torch."""
     try:
-        return importlib.import_module(".run", __name__)
+        from . import run
+
+        return run
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

@@ -88,7 +88,7 @@ def plan_of(problem: LinearProblem, memory: int | None) -> LinearPlan:
         return LinearPlan("stored", max(tokens, 1), 1, 3, tokens * of_token, reason)
     fits = (CHUNK_BYTES if memory is None else memory - of_sum) // of_token
     if (waits or fits < FEWEST_TOKENS) and not whole_rows:
-        columns = _columns(problem)
+        columns = _columns(problem, memory)
         if memory is None or columns.bytes <= memory:
             return columns
     # Whole tiles of a product where there are several, and chunks of one size, so that the last is not a small product.
@@ -102,16 +102,17 @@ def plan_of(problem: LinearProblem, memory: int | None) -> LinearPlan:
     return LinearPlan("tokens", chunk, chunks, 3 + waits, needed, reason)
 
 
-def _columns(problem: LinearProblem) -> LinearPlan:
+def _columns(problem: LinearProblem, memory: int | None) -> LinearPlan:
     tokens, hidden, classes, itemsize, wide = problem[:5]
-    of_column = max(tokens * itemsize, 1)
-    chunks = _ceil(classes, max(COLUMN_BYTES // of_column, FEWEST_COLUMNS))
+    of_column, of_sum = max(tokens * itemsize, 1), tokens * hidden * wide
+    size = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - of_sum)
+    # Rounding to whole tiles may add a tile.
+    chunks = _ceil(classes, max(size // of_column - 64, FEWEST_COLUMNS))
     # Whole tiles of a product, except in the last chunk.
     chunk = min(classes, _ceil(_ceil(classes, chunks), 64) * 64)
     waits = "the gradient is known only in the backward pass" if problem.waits else "a float32 gradient does not fit"
     reason = f"the logits of all tokens do not fit, and {waits}"
-    size = chunk * of_column + tokens * hidden * wide
-    return LinearPlan("columns", chunk, _ceil(classes, chunk), 4, size, reason)
+    return LinearPlan("columns", chunk, _ceil(classes, chunk), 4, chunk * of_column + of_sum, reason)
 
 
 def _ceil(a: int, b: int) -> int:

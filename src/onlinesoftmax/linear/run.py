@@ -1,4 +1,7 @@
-"""The ways of the calls of linear/__init__.py on torch tensors."""
+"""The ways of the calls of linear/__init__.py on torch tensors.
+
+torch.compile calls these functions without tracing them: its graph breaks there.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ Tensors = tuple[Any, Any, Any, Any]
 """The arguments input, linear_weight, target and linear_bias."""
 
 
+@torch.compiler.disable
 def cross_entropy(
     tensors: Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: torch.dtype | None,
     return_stats: bool, memory: Any,
@@ -52,16 +56,16 @@ def cross_entropy(
     stats: Any = ()
     inputs, of_row = (head.input, head.weight, head.bias), loss._replace(reduction="none")
     if plan.name == "columns":
-        y = _loss_of(_untraced(LogProbabilities.apply)(*inputs, of_target, plan, options), of_target, loss)
+        y = _loss_of(LogProbabilities.apply(*inputs, of_target, plan, options), of_target, loss)
         y = y * factor if reduction == "none" else (y * factor).sum()
     else:
         skipped = None if soft else ~counted(of_target, loss)
         work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped)
         if reduction == "none":
-            y, *stats = _untraced(LaterFactor.apply)(*inputs, work)
+            y, *stats = LaterFactor.apply(*inputs, work)
             y = y * factor
         else:
-            y, _, *stats = _untraced(KnownFactor.apply)(*inputs, factor, work)
+            y, _, *stats = KnownFactor.apply(*inputs, factor, work)
     y = _divided(y, divisor)
     if reduction == "mean" and not len(head.input):
         # The mean of no tokens is NaN, and its gradients are 0.
@@ -70,6 +74,7 @@ def cross_entropy(
     return (y, _statistics(head, loss, *stats)) if return_stats else y
 
 
+@torch.compiler.disable
 def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any) -> TokenLogprobs:
     """As `linear_token_logprobs`."""
     name = "linear_token_logprobs"
@@ -77,12 +82,13 @@ def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softc
     options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
     plan = _plan(head, checked_memory(name, memory), True, False)
     inputs = head.input, head.weight, head.bias
-    logprob, entropy, lse = _untraced(LogProbabilities.apply)(*inputs, of_target, plan, options)
+    logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options)
     if ignore_index is not None:
         logprob = logprob.masked_fill(equals(of_target, ignore_index), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
 
 
+@torch.compiler.disable
 def token_loss(
     tensors: Tensors, loss: Callable[..., Any], per_token: tuple[Any, ...], reduction: Any, ignore_index: int,
     scale: Any, softcap: Any, memory: Any,
@@ -127,13 +133,8 @@ def token_loss(
         return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, zeros if dlse is None else dlse, options)
 
     work = Work(plan, of_chunk, ignored)
-    total: Tensor = _untraced(KnownFactor.apply)(head.input, head.weight, head.bias, factor, work)[0]
+    total: Tensor = KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]
     return _divided(total, divisor)
-
-
-def _untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, which torch.compile calls without tracing it: its graph breaks there."""
-    return torch._dynamo.disable(function) if torch.compiler.is_dynamo_compiling() else function
 
 
 def _records(head: Head) -> bool:
