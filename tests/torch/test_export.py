@@ -124,7 +124,8 @@ def test_a_saved_program_runs_on_a_cpu_in_a_new_process(tmp_path: Path) -> None:
         program = move_to_device_pass(program, "cpu")
         torch.export.save(program, tmp_path / f"{name}.pt2")
     source = Path(osm.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(source), "CUDA_VISIBLE_DEVICES": ""}
+    paths = os.pathsep.join((str(source), str(Path(__file__).parents[1])))
+    environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
     for imports, names in (
         ("import onlinesoftmax, torch", list(PROGRAMS)),
