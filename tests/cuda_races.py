@@ -58,8 +58,8 @@ def main(folder: Path) -> None:
     text = source.text
     for kernel, file, barrier in REMOVED_BARRIERS:
 
-        def changed(name: str, file: str = file, barrier: str = barrier) -> Any:
-            return text(name).replace(barrier, "", 1) if name == file else text(name)
+        def changed(name: str, *package: str, file: str = file, barrier: str = barrier) -> Any:
+            return text(name, *package).replace(barrier, "", 1) if name == file else text(name, *package)
 
         cuda_simulator._replaced.cache_clear()
         with mock.patch.object(source, "text", changed):
