@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.linear import plans, rows
+from onlinesoftmax.linear import plans, rows, tokens
 
 Tensor = torch.Tensor
 
@@ -180,6 +180,35 @@ def test_an_ignored_token_may_hold_nan(plan: str, reduction: Any) -> None:
         torch.testing.assert_close(a, c)
 
 
+def test_an_ignored_nan_has_no_square_and_narrow_targets_select_their_class() -> None:
+    """z_loss squares the lse of the columns' statistics; 255 columns fit uint8, and 256 do not."""
+    x, w, b, target = head()
+    with torch.no_grad():
+        x[1, 2] = torch.nan
+    y = osm.linear_cross_entropy(x, w, target, linear_bias=b, z_loss=0.1, memory=MEMORY["columns"])
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y, [x, w, b]))
+    x, w = (torch.randn(300, 3, dtype=torch.float64, device=DEVICE).requires_grad_() for _ in range(2))
+    narrow = (torch.arange(300, device=DEVICE) % 256).to(torch.uint8)
+    for memory in (None, 300 * 8 * 64 + 300 * 3 * 8):
+        ours = osm.linear_cross_entropy(x, w, narrow, memory=memory)
+        same_with_gradients(ours, functional.cross_entropy(x @ w.t(), narrow.long()), [x, w])
+
+
+def test_no_grad_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, target = head()
+    monkeypatch.setattr(tokens, "add_product", lambda *_: pytest.fail("a gradient is computed"))
+    with torch.no_grad():
+        assert not osm.linear_cross_entropy(x, w, target).requires_grad
+
+
+def test_a_frequent_class_does_not_overflow_float16() -> None:
+    x = torch.full((8192, 4), 12.0, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    w = torch.zeros(3, 4, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    y = osm.linear_cross_entropy(x, w, torch.zeros(8192, dtype=torch.int64, device=DEVICE))
+    (dw,) = torch.autograd.grad(y, w)
+    torch.testing.assert_close(dw[:, 0].float(), torch.tensor([-8.0, 4.0, 4.0], device=DEVICE), rtol=1e-3, atol=0)
+
+
 def test_everything_ignored_is_nan_without_a_gradient() -> None:
     x, w, b, target = head()
     y = osm.linear_cross_entropy(x, w, torch.full_like(target, -100), linear_bias=b)
@@ -187,19 +216,21 @@ def test_everything_ignored_is_nan_without_a_gradient() -> None:
     assert all((g == 0).all() for g in torch.autograd.grad(y, [x, w, b]))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("count", [0, 1, 7])
 @pytest.mark.parametrize("classes", [1, 11])
-def test_small_sizes(tokens: int, classes: int) -> None:
-    x = torch.randn(tokens, 3, device=DEVICE, requires_grad=True)
+def test_small_sizes(count: int, classes: int) -> None:
+    x = torch.randn(count, 3, device=DEVICE, requires_grad=True)
     w, target = (
         torch.randn(classes, 3, device=DEVICE, requires_grad=True),
-        torch.zeros(tokens, dtype=torch.int64, device=DEVICE),
+        torch.zeros(count, dtype=torch.int64, device=DEVICE),
     )
     for reduction in ("mean", "sum", "none"):
         y = osm.linear_cross_entropy(x, w, target, reduction=reduction)  # type: ignore[arg-type]
         torch.testing.assert_close(y, functional.cross_entropy(x @ w.t(), target, reduction=reduction), equal_nan=True)
         assert all(g.shape == t.shape for g, t in zip(torch.autograd.grad(y.sum(), [x, w]), (x, w), strict=True))
-    assert osm.linear_token_logprobs(x, w, target).lse.shape == (tokens,)
+    y = osm.linear_token_loss(x, w, target, lambda logprob, *_: -logprob)
+    torch.testing.assert_close(y, functional.cross_entropy(x @ w.t(), target), equal_nan=True)
+    assert osm.linear_token_logprobs(x, w, target).lse.shape == (count,)
 
 
 def test_frozen_tensors_cost_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +345,8 @@ def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stats() -> Any:
         return osm.token_logprobs(logits_of(x, w, b, softcap=3.0), target.clamp(min=0), backend="eager")
 
-    found: Any = osm.linear_token_logprobs(x, w, target.clamp(min=0), **given)
+    how = {**given, "memory": MEMORY["columns" if plan == "tokens" else plan]}
+    found: Any = osm.linear_token_logprobs(x, w, target.clamp(min=0), **how)
     same_with_gradients(sum(t.sum() for t in found), sum(t.sum() for t in stats()), [x, w, b])
     if plan != "columns":
         old, advantage = (torch.randn(TOKENS, dtype=torch.float64) for _ in range(2))
@@ -337,6 +369,10 @@ def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (ValueError, "not a valid value for reduction", {"reduction": "median"}),
         (RuntimeError, "weight must have shape", {"weight": torch.zeros(3)}),
         (ValueError, "token_weight has shape", {"token_weight": torch.zeros(15)}),
+        (RuntimeError, "token_weight requires a gradient", {"token_weight": torch.zeros(3, 5, requires_grad=True)}),
+        (RuntimeError, "target requires a gradient", {"target": torch.zeros(3, 5, 11, requires_grad=True)}),
+        (ValueError, "linear_weight has no elements", {"linear_weight": torch.zeros(0, 7)}),
+        (RuntimeError, "dtype must be floating point", {"dtype": torch.int64}),
         (TypeError, "argument 'memory' must be int", {"memory": 1e9}),
         (ValueError, "memory must be a positive number", {"memory": 0}),
         (ValueError, "memory is 10 bytes, and one token", {"memory": 10}),

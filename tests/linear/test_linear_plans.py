@@ -14,7 +14,7 @@ from onlinesoftmax.linear import plans
 GPU = torch.cuda.is_available()
 DEVICE = "cuda"
 
-PROBLEM = plans.LinearProblem(8192, 4096, 128256, 2, 4, waits=False, of_weight=True, whole_rows=False)
+PROBLEM = plans.LinearProblem(8192, 4096, 128256, 2, 4, False, True, True, ("tokens", "columns"))
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ PROBLEM = plans.LinearProblem(8192, 4096, 128256, 2, 4, waits=False, of_weight=T
         ({}, 1 << 29, "columns", 0, 4),
         ({"waits": True}, None, "columns", 0, 4),
         ({"waits": True}, 3 << 30, "stored", 1, 3),
-        ({"waits": True, "whole_rows": True}, None, "tokens", 2, 4),
+        ({"waits": True, "cuts": ("tokens",)}, None, "tokens", 2, 4),
         ({"of_weight": False}, 1 << 29, "tokens", 4, 3),
         ({"tokens": 1024, "hidden": 512, "classes": 50257}, 40_000_000, "columns", 3, 4),
         ({"tokens": 777, "hidden": 768, "classes": 32000}, 40_000_000, "columns", 2, 4),
@@ -37,6 +37,12 @@ def test_plans(change: dict[str, Any], memory: int | None, name: str, chunks: in
     assert (plan.name, plan.products) == (name, products)
     assert plan.chunks == (chunks or -(-problem.classes // plan.chunk))
     assert memory is None or plan.bytes <= memory
+
+
+def test_no_plan_fits() -> None:
+    for cuts, least in ((("tokens", "columns"), "one token with"), (("columns",), "256 columns of all tokens")):
+        with pytest.raises(ValueError, match=f"memory is 100 bytes, and {least}"):
+            plans.plan_of(PROBLEM._replace(cuts=cuts), 100)
 
 
 @pytest.mark.gpu

@@ -39,7 +39,7 @@ def linear_cross_entropy(
         input: Hidden states (..., hidden), floating point.
         linear_weight: Weight of the head (classes, hidden), in the dtype of `input`; under autocast both are cast.
         target: Class of each token, integers of the shape (...); or probabilities of each class, (..., classes).
-        linear_bias: Bias (classes,); -inf excludes a class.
+        linear_bias: Bias (classes,); -inf excludes a class, if there is no softcap and the scale is positive.
         weight: Factor of each class, (classes,), without a gradient.
         reduction: "mean" over the tokens that count (with `weight`, over their weights), "sum", or "none".
         ignore_index: Target of tokens that count for nothing, whatever their input holds.
@@ -52,8 +52,8 @@ def linear_cross_entropy(
         dtype: Dtype of the loss: by default that of `input`, and float32 under autocast.
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each token, detached.
-        memory: Most bytes of the buffers beside results and gradients.  By default a chunk of logits takes at most
-            1.1 GB, and the sum of the weight's gradient comes on top.
+        memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default a
+            chunk of logits takes at most 1.1 GB, and the sum of the weight's gradient comes on top.
 
     Returns:
         The loss: a scalar, or with "none" of the shape (...).

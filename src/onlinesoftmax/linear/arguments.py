@@ -56,12 +56,15 @@ def checked_head(name: str, input: Any, linear_weight: Any, target: Any, linear_
             f"{caller}: linear_weight must have shape (classes, {input.shape[-1] if input.dim() else 'hidden'}), the "
             f"last dimension being that of input, got {tuple(linear_weight.shape)} for input {tuple(input.shape)}"
         )
+    if not linear_weight.numel():
+        raise ValueError(f"{caller}: linear_weight has no elements, its shape is {tuple(linear_weight.shape)}")
     classes, shape = len(linear_weight), input.shape[:-1]
     if linear_bias is not None and linear_bias.shape != (classes,):
         raise RuntimeError(f"{caller}: linear_bias must have shape ({classes},), got {tuple(linear_bias.shape)}")
     probabilities = soft and target.is_floating_point()
     if not probabilities and TORCH.kind_of(target) != "integer":
         raise RuntimeError(f"{caller}: target must have an integer dtype, got {target.dtype}")
+    _check_constant(caller, "target", target)
     wanted = (*shape, classes) if probabilities else shape
     if target.shape != wanted:
         raise ValueError(f"{caller}: target has shape {tuple(target.shape)}, and must have {tuple(wanted)}")
@@ -108,4 +111,16 @@ def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:
         raise ValueError(f"{name}(): {argument} has shape {tuple(t.shape)}, and must have {head.shape}")
     if t.device != head.input.device:
         raise RuntimeError(f"{name}(): {argument} is on {t.device}, and input on {head.input.device}")
+    _check_constant(f"{name}()", argument, t)
     return t.reshape(-1)
+
+
+def _check_constant(caller: str, argument: str, t: Tensor) -> None:
+    if t.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError(f"{caller}: {argument} requires a gradient, which is not computed; detach() it")
+
+
+def checked_index(name: str, ignore_index: Any) -> int:
+    """The target that is to be ignored, as Python's int."""
+    found: int = arguments.checked_number(TORCH, name, "ignore_index", ignore_index, int)
+    return found

@@ -61,8 +61,9 @@ class LinearProblem(NamedTuple):
         itemsize: Bytes of an element of the logits.
         wide: Bytes of an element of a float32 or float64 sum.
         waits: True where the gradient of each token's result is known only in the backward pass.
-        of_weight: True where the gradient of the weight is wanted.
-        whole_rows: True where a chunk must hold whole rows: label smoothing, or class probabilities.
+        of_input, of_weight: True where the gradient of the input, of the weight is wanted.
+        cuts: The plans that may cut the logits, where they do not fit: "tokens" needs whole rows in a chunk, "columns"
+            needs statistics that merge.
     """
 
     tokens: int
@@ -71,48 +72,57 @@ class LinearProblem(NamedTuple):
     itemsize: int
     wide: int
     waits: bool
+    of_input: bool
     of_weight: bool
-    whole_rows: bool
+    cuts: tuple[str, ...]
 
 
 def plan_of(problem: LinearProblem, memory: int | None) -> LinearPlan:
     """The plan of a problem whose buffers take at most `memory` bytes.
 
     Raises:
-        ValueError: no plan fits; the message names the smallest memory that does.
+        ValueError: no plan fits; the message says what the smallest chunk takes.
     """
-    tokens, hidden, classes, itemsize, wide, waits, of_weight, whole_rows = problem
-    of_token, of_sum = max(classes * itemsize, 1), classes * hidden * wide * of_weight
-    if tokens * of_token <= (CHUNK_BYTES if memory is None else memory):
+    tokens, hidden, classes, itemsize, wide, waits, _, of_weight, cuts = problem
+    token_bytes, sum_bytes = max(classes * itemsize, 1), classes * hidden * wide * of_weight
+    if tokens * token_bytes <= (CHUNK_BYTES if memory is None else memory):
         reason = f"the logits of all {tokens} tokens fit"
-        return LinearPlan("stored", max(tokens, 1), 1, 3, tokens * of_token, reason)
-    fits = (CHUNK_BYTES if memory is None else memory - of_sum) // of_token
-    if (waits or fits < FEWEST_TOKENS) and not whole_rows:
+        return LinearPlan("stored", max(tokens, 1), 1, 3, tokens * token_bytes, reason)
+    fits = (CHUNK_BYTES if memory is None else memory - sum_bytes) // token_bytes
+    if "columns" in cuts and (waits or fits < FEWEST_TOKENS):
         columns = _columns(problem, memory)
         if memory is None or columns.bytes <= memory:
             return columns
+        if "tokens" not in cuts:
+            raise ValueError(
+                f"memory is {memory} bytes, and {columns.chunk} columns of all tokens take {columns.bytes}"
+            )
     # Whole tiles of a product where there are several, and chunks of one size, so that the last is not a small product.
     chunk = max(fits // FEWEST_TOKENS * FEWEST_TOKENS or fits, 1)
     chunks = _ceil(tokens, chunk)
     chunk = _ceil(tokens, chunks)
-    needed = chunk * of_token + of_sum
+    needed = chunk * token_bytes + sum_bytes
     if memory is not None and needed > memory:
-        raise ValueError(f"memory is {memory} bytes, and one token with the gradient of the weight takes {needed}")
-    reason = f"the logits of all tokens would take {tokens * of_token} bytes"
+        beside = " with the gradient of the weight" if of_weight else ""
+        raise ValueError(f"memory is {memory} bytes, and one token{beside} takes {needed}")
+    reason = f"the logits of all tokens would take {tokens * token_bytes} bytes"
     return LinearPlan("tokens", chunk, chunks, 3 + waits, needed, reason)
 
 
+TILE = 64
+"""Columns of a tile of a product."""
+
+
 def _columns(problem: LinearProblem, memory: int | None) -> LinearPlan:
-    tokens, hidden, classes, itemsize, wide = problem[:5]
-    of_column, of_sum = max(tokens * itemsize, 1), tokens * hidden * wide
-    size = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - of_sum)
-    # Rounding to whole tiles may add a tile.
-    chunks = _ceil(classes, max(size // of_column - 64, FEWEST_COLUMNS))
-    # Whole tiles of a product, except in the last chunk.
-    chunk = min(classes, _ceil(_ceil(classes, chunks), 64) * 64)
-    waits = "the gradient is known only in the backward pass" if problem.waits else "a float32 gradient does not fit"
-    reason = f"the logits of all tokens do not fit, and {waits}"
-    return LinearPlan("columns", chunk, _ceil(classes, chunk), 4, chunk * of_column + of_sum, reason)
+    tokens, hidden, classes, itemsize, wide, waits, of_input = problem[:7]
+    column_bytes, sum_bytes = max(tokens * itemsize, 1), tokens * hidden * wide * of_input
+    size = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - sum_bytes)
+    # Rounding up to whole tiles may add one.
+    chunks = _ceil(classes, max(size // column_bytes - TILE, FEWEST_COLUMNS))
+    chunk = min(classes, _ceil(_ceil(classes, chunks), TILE) * TILE)
+    why = "the gradient is known only in the backward pass" if waits else "a float32 gradient does not fit"
+    reason = f"the logits of all tokens do not fit, and {why}"
+    return LinearPlan("columns", chunk, _ceil(classes, chunk), 4, chunk * column_bytes + sum_bytes, reason)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -94,7 +94,8 @@ def gradient(
         target: Column of the target in the chunk; -1 where it is in none of its columns.
         known: Statistics of whole rows.
         dlogprob: Gradient of the target's logarithm; read where the target is in the chunk.
-        dentropy, dlse: Gradients of the entropy and, of the softmax term, of lse.
+        dentropy: Gradient of the entropy.
+        dlse: Factor of the softmax: the gradient of lse, less that of logprob where the target lies in another chunk.
         options: Scale and softcap.
     """
     if _kernels_run(z, target):

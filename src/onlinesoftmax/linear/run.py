@@ -13,10 +13,17 @@ import torch
 from ..core.call import LossStatistics, Settings, TokenLogprobs
 from ..core.task import ANY
 from ..ops.cross_entropy.arguments import checked_numbers
-from ..torch.arguments import TORCH, check_weight
+from ..torch.arguments import TORCH, check_dtype, check_weight
 from ..torch.loss import Loss, count_of, counted, equals, scaled_weight, scales_weight, signed
 from . import rows
-from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
+from .arguments import (
+    Head,
+    checked_head,
+    checked_index,
+    checked_memory,
+    checked_options_of,
+    checked_per_token,
+)
 from .columns import LogProbabilities
 from .plans import LinearPlan, LinearProblem, plan_of
 from .products import accumulator_of
@@ -41,10 +48,12 @@ def cross_entropy(
     ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given))
     classes, soft = len(head.weight), head.target.is_floating_point()
     check_weight(f"{name}()", weight, head.input, classes)
+    check_dtype(f"{name}()", dtype)
     wide = accumulator_of(head.input.dtype)
     dtype = dtype or (wide if torch.is_autocast_enabled(head.input.device.type) else head.input.dtype)
     loss = Loss(Settings(1, wide, False, ANY), ignore_index, reduction, smoothing, z_loss, options)
-    of_target = head.target if soft else signed(head.target)
+    # In a narrow dtype, a comparison with the number of classes would be modulo its range.
+    of_target = head.target if soft else signed(head.target).long()
     head = head._replace(target=of_target)
     if weight is not None and scales_weight(of_target, weight, loss):
         weight = scaled_weight(of_target, weight, loss, wide)
@@ -52,7 +61,8 @@ def cross_entropy(
         token_weight = checked_per_token(name, "token_weight", token_weight, head)
     factor, divisor = _factor(head, weight, loss, token_weight)
     whole_rows = soft or bool(loss.smoothing) or weight is not None or return_stats
-    plan = _plan(head, checked_memory(name, memory), reduction == "none" and _records(head), whole_rows)
+    cuts = ("tokens",) if whole_rows else ("tokens", "columns")
+    plan = _plan(head, checked_memory(name, memory), reduction == "none" and _records(head), cuts)
     stats: Any = ()
     inputs, of_row = (head.input, head.weight, head.bias), loss._replace(reduction="none")
     if plan.name == "columns":
@@ -60,16 +70,14 @@ def cross_entropy(
         y = y * factor if reduction == "none" else (y * factor).sum()
     else:
         skipped = None if soft else ~counted(of_target, loss)
-        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped)
+        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped, _records(head))
         if reduction == "none":
             y, *stats = LaterFactor.apply(*inputs, work)
             y = y * factor
         else:
             y, _, *stats = KnownFactor.apply(*inputs, factor, work)
     y = _divided(y, divisor)
-    if reduction == "mean" and not len(head.input):
-        # The mean of no tokens is NaN, and its gradients are 0.
-        y = y + torch.nan
+    y = _mean_of_none(y, head, reduction)
     y = (y.reshape(head.shape) if reduction == "none" else y).to(dtype)
     return (y, _statistics(head, loss, *stats)) if return_stats else y
 
@@ -80,11 +88,11 @@ def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softc
     name = "linear_token_logprobs"
     head = checked_head(name, *tensors, soft=False)
     options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
-    plan = _plan(head, checked_memory(name, memory), True, False)
+    plan = _plan(head, checked_memory(name, memory), True, ("columns",))
     inputs = head.input, head.weight, head.bias
     logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options)
     if ignore_index is not None:
-        logprob = logprob.masked_fill(equals(of_target, ignore_index), 0.0)
+        logprob = logprob.masked_fill(equals(of_target, checked_index(name, ignore_index)), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
 
 
@@ -102,10 +110,10 @@ def token_loss(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"{name}(): reduction must be 'mean' or 'sum', got {reduction!r}")
     beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
-    ignored = equals(of_target, ignore_index)
+    ignored = equals(of_target, checked_index(name, ignore_index))
     counts = (~ignored).to(accumulator_of(head.input.dtype))
-    factor, divisor = _parts(counts, counts.sum() if reduction == "mean" else None, head.input.dtype)
-    plan = _plan(head, checked_memory(name, memory), False, True)
+    factor, divisor = _with_divisor(counts, counts.sum() if reduction == "mean" else None, head.input.dtype)
+    plan = _plan(head, checked_memory(name, memory), False, ("tokens",))
 
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
         known = rows.statistics(z, of_target[part], options)
@@ -132,9 +140,9 @@ def token_loss(
         local = of_target[part].where(inside, -1)
         return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, zeros if dlse is None else dlse, options)
 
-    work = Work(plan, of_chunk, ignored)
+    work = Work(plan, of_chunk, ignored, _records(head))
     total: Tensor = KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]
-    return _divided(total, divisor)
+    return _mean_of_none(_divided(total, divisor), head, reduction)
 
 
 def _records(head: Head) -> bool:
@@ -143,26 +151,31 @@ def _records(head: Head) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _plan(head: Head, memory: int | None, waits: bool, whole_rows: bool) -> LinearPlan:
+def _plan(head: Head, memory: int | None, waits: bool, cuts: tuple[str, ...]) -> LinearPlan:
     x, weight = head.input, head.weight
     wide = accumulator_of(x.dtype).itemsize
-    of_weight = weight.requires_grad and torch.is_grad_enabled()
-    problem = LinearProblem(len(x), x.shape[1], len(weight), x.itemsize, wide, waits, of_weight, whole_rows)
+    of_input, of_weight = (t.requires_grad and torch.is_grad_enabled() for t in (x, weight))
+    problem = LinearProblem(len(x), x.shape[1], len(weight), x.itemsize, wide, waits, of_input, of_weight, cuts)
     return plan_of(problem, memory)
 
 
+def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
+    """The result; NaN where it is the mean of no tokens, whose gradients are 0."""
+    return y if len(head.input) or reduction != "mean" else y + torch.nan
+
+
 def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The factor of the loss of each token, and the divisor of the sum (`_parts`)."""
+    """The factor of the loss of each token, and the divisor of the sum (`_with_divisor`)."""
     x, target = head.input, head.target
     wide, divisor = accumulator_of(x.dtype), None
     factor = torch.ones(len(x), dtype=wide, device=x.device)
     if loss.reduction == "mean":
         soft = target.is_floating_point()
         divisor = factor.sum() if soft else count_of(target, weight, loss, wide)
-    return _parts(factor if token_weight is None else factor * token_weight.detach().to(wide), divisor, x.dtype)
+    return _with_divisor(factor if token_weight is None else factor * token_weight.detach().to(wide), divisor, x.dtype)
 
 
-def _parts(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _with_divisor(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The factors with the divisor in them, and None; for logits of float16 both as they are.
 
     The gradient of a mean over many tokens is too small for float16.  As the divisor comes after the sum, the factor of
@@ -192,10 +205,12 @@ def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, return_stats: bool
 def _loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) -> Tensor:
     """The loss of each token from its log-probability and its lse."""
     logprob, _, lse = found
-    y = -logprob
+    counts, y = counted(target, loss), -logprob
     if loss.z_loss:
+        # An ignored token may hold NaN, and the derivative of its square would be 0 · NaN.
+        lse = lse.where(counts & (logprob == logprob), 0.0)
         y = y + loss.z_loss * lse * lse
-    return y.where(counted(target, loss), 0.0)
+    return y.where(counts, 0.0)
 
 
 def _statistics(head: Head, loss: Loss, lse: Tensor, entropy: Tensor, largest: Tensor) -> LossStatistics:

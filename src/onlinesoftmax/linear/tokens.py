@@ -41,11 +41,13 @@ class Work(NamedTuple):
         plan: How the tokens are cut.
         rows: What to compute of the logits of a chunk.
         skipped: True for the tokens that count for nothing, whose input may hold NaN; None where all count.
+        recorded: True where autograd records the call, so that gradients are wanted.
     """
 
     plan: LinearPlan
     rows: Rows
-    skipped: Tensor | None = None
+    skipped: Tensor | None
+    recorded: bool
 
 
 def run(
@@ -59,12 +61,12 @@ def run(
         factor: Gradient of each token's first output; None for no gradients.
         wanted: Whether the gradients of input, weight and bias are wanted.
     """
-    plan, rows, skipped = work
+    plan, rows, skipped, _ = work
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
     wide = accumulator_of(x.dtype)
-    # One product is rounded once by itself.
-    sum_dtype = weight.dtype if plan.chunks == 1 else wide
+    # One product is rounded once by itself; in float16 a sum over all tokens could be infinite.
+    sum_dtype = weight.dtype if plan.chunks == 1 and weight.dtype != torch.float16 else wide
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
     dw = torch.empty(classes, hidden, dtype=sum_dtype, device=x.device) if of_weight else None
     db = torch.zeros(classes, dtype=wide, device=x.device) if of_bias else None
@@ -78,7 +80,7 @@ def run(
         if dx is not None:
             torch.mm(dz, weight, out=dx[part])
         if dw is not None:
-            # Its gradient is 0, and 0 · NaN would be NaN.
+            # The gradient of a skipped token is 0, but its input may be NaN.
             valid = x[part] if skipped is None else x[part].masked_fill(skipped[part].unsqueeze(1), 0.0)
             add_product(dw, dz.t(), valid, first == 0)
         if db is not None:
@@ -94,7 +96,7 @@ class KnownFactor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, work: Work) -> Any:
         wanted: Any = ctx.needs_input_grad[:3]
-        outputs, ctx.gradients = run(work, x, weight, bias, factor if any(wanted) else None, wanted)
+        outputs, ctx.gradients = run(work, x, weight, bias, factor if work.recorded else None, wanted)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(*outputs)
         ctx.set_materialize_grads(False)
@@ -118,7 +120,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, keeps: bool) -
     """The product in a dtype; in the memory of the gradient where it has this dtype and nobody needs it again."""
     if gradient.dtype != dtype:
         return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    return scale_gradient(gradient.clone() if keeps else gradient, factor)
+    return scale_gradient(gradient.clone() if keeps else gradient, factor) if gradient.numel() else gradient
 
 
 class LaterFactor(torch.autograd.Function):
