@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Accumulator(ABC):
-    """What a state keeps beside m, of elements or of slices.  A subclass is a dataclass of arrays."""
+    """Numbers that a state keeps beside m, for elements or for slices.  A subclass is a dataclass of arrays."""
 
     width: ClassVar[int] = 1
 
@@ -37,15 +37,15 @@ class Accumulator(ABC):
     @classmethod
     @abstractmethod
     def identity(cls, xp: Any, like: Array, shape: list[int]) -> Self:
-        """Of empty slices, in the accumulator's dtype of `like`."""
+        """The accumulator of empty slices, in the accumulator's dtype of `like`."""
 
     @abstractmethod
     def reduce(self, xp: Any, x: Array, terms: Array, dim: int) -> Self:
-        """Of all elements x along a dimension; their terms are exp(x - m)."""
+        """The accumulator of all elements x along a dimension; their terms are exp(x - m)."""
 
     @abstractmethod
     def merge(self, other: Self, xp: Any, ours: Array, theirs: Array) -> Self:
-        """Of two slices together, whose factors are exp(m of the slice - m of both)."""
+        """The accumulator of two slices together; a factor is exp(m of the slice - m of both)."""
 
     @abstractmethod
     def finish(self, l: Array) -> Array:

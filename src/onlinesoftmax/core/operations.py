@@ -134,7 +134,7 @@ class Operation:
     saved: tuple[str, ...] = ()
     scores: bool = True
     may_keep_terms: bool = False
-    # Who runs it.
+    # Backends and kernels that run the operation.
     backends: tuple[str, ...] | None = None
     kernels: str = ""
 

@@ -48,7 +48,7 @@ class Problem(WithFacts):
             broadcast.
     """
 
-    # What is computed.
+    # Operation, sizes and dtype.
     operation: str
     rows: int
     cols: int
@@ -60,7 +60,7 @@ class Problem(WithFacts):
     unit: int | None = None
     can_peel: bool = True
     same_dtype: bool = True
-    # What is read besides the operands that every call reads.
+    # Operands that not every call reads.
     fused: bool = False
     sharded: bool = False
     given: tuple[str, ...] = ()

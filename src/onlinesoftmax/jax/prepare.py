@@ -158,7 +158,7 @@ def _checked_options(name: str, x: Array, axes: tuple[int, ...], options: ScoreO
         if option.kind == "row" and math.prod(t.shape) != 1:
             check_one_per_row(name, option.name, t.shape, x.shape, axes, ValueError)
         elif option.kind != "row" and len(axes) > 1:
-            # As long as x along axes that are joined; along a single axis it may have size 1.
+            # Axes that are joined need the whole length of x; along a single axis an option may have size 1.
             t = jnp.broadcast_to(t, [x.shape[i] if i in axes else n for i, n in enumerate(t.shape)])
         found[option.name] = _last(t, axes)
     marked: dict[str, Any] = dict.fromkeys(found, ARRAY)
