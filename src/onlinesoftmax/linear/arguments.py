@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core import arguments
 from ..core.options import checked_options
-from ..torch.arguments import TORCH
+from ..torch.arguments import TORCH, check_constant, checked_number
 
 Tensor = torch.Tensor
+
+NOT_COMPUTED = "is not computed; detach() it"
+"""End of the error for an argument without a gradient."""
 
 
 class Head(NamedTuple):
@@ -64,7 +66,7 @@ def checked_head(name: str, input: Any, linear_weight: Any, target: Any, linear_
     probabilities = soft and target.is_floating_point()
     if not probabilities and TORCH.kind_of(target) != "integer":
         raise RuntimeError(f"{caller}: target must have an integer dtype, got {target.dtype}")
-    _check_constant(caller, "target", target)
+    check_constant(caller, "target", target, NOT_COMPUTED)
     wanted = (*shape, classes) if probabilities else shape
     if target.shape != wanted:
         raise ValueError(f"{caller}: target has shape {tuple(target.shape)}, and must have {tuple(wanted)}")
@@ -97,7 +99,7 @@ def checked_memory(name: str, memory: Any) -> int | None:
     """The bytes that buffers may take; None for the usual ones."""
     if memory is None:
         return None
-    found: int = arguments.checked_number(TORCH, name, "memory", memory, int)
+    found: int = checked_number(name, "memory", memory, int)
     if found <= 0:
         raise ValueError(f"{name}(): memory must be a positive number of bytes, got {memory}")
     return found
@@ -111,16 +113,5 @@ def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:
         raise ValueError(f"{name}(): {argument} has shape {tuple(t.shape)}, and must have {head.shape}")
     if t.device != head.input.device:
         raise RuntimeError(f"{name}(): {argument} is on {t.device}, and input on {head.input.device}")
-    _check_constant(f"{name}()", argument, t)
+    check_constant(f"{name}()", argument, t, NOT_COMPUTED)
     return t.reshape(-1)
-
-
-def _check_constant(caller: str, argument: str, t: Tensor) -> None:
-    if t.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(f"{caller}: {argument} requires a gradient, which is not computed; detach() it")
-
-
-def checked_index(name: str, ignore_index: Any) -> int:
-    """The target that is to be ignored, as Python's int."""
-    found: int = arguments.checked_number(TORCH, name, "ignore_index", ignore_index, int)
-    return found

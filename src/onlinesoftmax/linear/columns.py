@@ -12,8 +12,9 @@ import torch
 
 from ..core.options import ScoreOptions
 from ..torch.arguments import check_first_derivative
+from ..torch.ops import accumulator_of
 from .plans import LinearPlan
-from .products import accumulator_of, add_product, logits_of
+from .products import add_product, logits_of
 from .rows import Statistics, gradient, statistics
 
 Tensor = torch.Tensor
@@ -85,7 +86,7 @@ class LogProbabilities(torch.autograd.Function):
         # The logits of a token without gradients may be NaN, and so may its input: 0 · NaN would be NaN.
         skipped = (dlogprob == 0) & (dlse == 0) & (True if dentropy is None else dentropy == 0)
         valid = x.masked_fill(skipped.unsqueeze(1), 0.0) if of_weight else x
-        wide, classes = accumulator_of(x.dtype), len(weight)
+        wide, classes = accumulator_of(x.dtype, x.dtype), len(weight)
         dx = (
             torch.empty(x.shape, dtype=x.dtype if ctx.plan.chunks == 1 else wide, device=x.device) if of_input else None
         )

@@ -7,11 +7,6 @@ import torch
 Tensor = torch.Tensor
 
 
-def accumulator_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which products of this dtype are added up."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """The logits x · weightᵀ + bias in the memory of `out`."""
     if bias is None:

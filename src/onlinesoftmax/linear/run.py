@@ -13,20 +13,14 @@ import torch
 from ..core.call import LossStatistics, Settings, TokenLogprobs
 from ..core.task import ANY
 from ..ops.cross_entropy.arguments import checked_numbers
-from ..torch.arguments import TORCH, check_dtype, check_weight
+from ..torch.arguments import TORCH, check_dtype, check_weight, checked_number
 from ..torch.loss import Loss, count_of, counted, equals, scaled_weight, scales_weight, signed
+from ..torch.losses import statistics_of
+from ..torch.ops import accumulator_of
 from . import rows
-from .arguments import (
-    Head,
-    checked_head,
-    checked_index,
-    checked_memory,
-    checked_options_of,
-    checked_per_token,
-)
+from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
 from .columns import LogProbabilities
 from .plans import LinearPlan, LinearProblem, plan_of
-from .products import accumulator_of
 from .tokens import KnownFactor, LaterFactor, Work
 
 Tensor = torch.Tensor
@@ -49,7 +43,7 @@ def cross_entropy(
     classes, soft = len(head.weight), head.target.is_floating_point()
     check_weight(f"{name}()", weight, head.input, classes)
     check_dtype(f"{name}()", dtype)
-    wide = accumulator_of(head.input.dtype)
+    wide = accumulator_of(head.input.dtype, head.input.dtype)
     dtype = dtype or (wide if torch.is_autocast_enabled(head.input.device.type) else head.input.dtype)
     loss = Loss(Settings(1, wide, False, ANY), ignore_index, reduction, smoothing, z_loss, options)
     # In a narrow dtype, a comparison with the number of classes would be modulo its range.
@@ -76,10 +70,11 @@ def cross_entropy(
             y = y * factor
         else:
             y, _, *stats = KnownFactor.apply(*inputs, factor, work)
-    y = _divided(y, divisor)
-    y = _mean_of_none(y, head, reduction)
+    y = _mean_of_none(_divided(y, divisor), head, reduction)
     y = (y.reshape(head.shape) if reduction == "none" else y).to(dtype)
-    return (y, _statistics(head, loss, *stats)) if return_stats else y
+    if not return_stats:
+        return y
+    return y, LossStatistics(*[t.reshape(head.shape) for t in statistics_of(of_target, loss, *stats)])
 
 
 @torch.compiler.disable
@@ -92,7 +87,7 @@ def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softc
     inputs = head.input, head.weight, head.bias
     logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options)
     if ignore_index is not None:
-        logprob = logprob.masked_fill(equals(of_target, checked_index(name, ignore_index)), 0.0)
+        logprob = logprob.masked_fill(equals(of_target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
 
 
@@ -110,8 +105,8 @@ def token_loss(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"{name}(): reduction must be 'mean' or 'sum', got {reduction!r}")
     beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
-    ignored = equals(of_target, checked_index(name, ignore_index))
-    counts = (~ignored).to(accumulator_of(head.input.dtype))
+    ignored = equals(of_target, checked_number(name, "ignore_index", ignore_index, int))
+    counts = (~ignored).to(accumulator_of(head.input.dtype, head.input.dtype))
     factor, divisor = _with_divisor(counts, counts.sum() if reduction == "mean" else None, head.input.dtype)
     plan = _plan(head, checked_memory(name, memory), False, ("tokens",))
 
@@ -153,7 +148,7 @@ def _records(head: Head) -> bool:
 
 def _plan(head: Head, memory: int | None, waits: bool, cuts: tuple[str, ...]) -> LinearPlan:
     x, weight = head.input, head.weight
-    wide = accumulator_of(x.dtype).itemsize
+    wide = accumulator_of(x.dtype, x.dtype).itemsize
     of_input, of_weight = (t.requires_grad and torch.is_grad_enabled() for t in (x, weight))
     problem = LinearProblem(len(x), x.shape[1], len(weight), x.itemsize, wide, waits, of_input, of_weight, cuts)
     return plan_of(problem, memory)
@@ -167,7 +162,7 @@ def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
 def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The factor of the loss of each token, and the divisor of the sum (`_with_divisor`)."""
     x, target = head.input, head.target
-    wide, divisor = accumulator_of(x.dtype), None
+    wide, divisor = accumulator_of(x.dtype, x.dtype), None
     factor = torch.ones(len(x), dtype=wide, device=x.device)
     if loss.reduction == "mean":
         soft = target.is_floating_point()
@@ -211,12 +206,3 @@ def _loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) -
         lse = lse.where(counts & (logprob == logprob), 0.0)
         y = y + loss.z_loss * lse * lse
     return y.where(counts, 0.0)
-
-
-def _statistics(head: Head, loss: Loss, lse: Tensor, entropy: Tensor, largest: Tensor) -> LossStatistics:
-    target = head.target
-    counts = torch.ones_like(lse, dtype=torch.bool) if target.is_floating_point() else counted(target, loss)
-    classes = target.argmax(1) if target.is_floating_point() else target
-    penalty = (loss.z_loss * lse * lse).where(counts, 0.0) if loss.z_loss else torch.zeros_like(lse)
-    found = lse, penalty, entropy, largest, (largest == classes) & counts
-    return LossStatistics(*[t.reshape(head.shape) for t in found])

@@ -13,9 +13,10 @@ import torch
 
 from ..torch.arguments import check_first_derivative
 from ..torch.autograd import keeps_graph
+from ..torch.ops import accumulator_of
 from ..torch.reductions import scale_gradient
 from .plans import LinearPlan
-from .products import accumulator_of, add_product, logits_of
+from .products import add_product, logits_of
 
 Tensor = torch.Tensor
 
@@ -64,7 +65,7 @@ def run(
     plan, rows, skipped, _ = work
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
-    wide = accumulator_of(x.dtype)
+    wide = accumulator_of(x.dtype, x.dtype)
     # One product is rounded once by itself; in float16 a sum over all tokens could be infinite.
     sum_dtype = weight.dtype if plan.chunks == 1 and weight.dtype != torch.float16 else wide
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None

@@ -182,7 +182,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
     rules.check_arrays(TORCH, x, target, weight)
     name, loss = "cross_entropy()", checked_numbers(loss)
     if not target.is_floating_point():
-        _check_constant(name, "weight", weight, "is not computed; detach() it")
+        check_constant(name, "weight", weight, "is not computed; detach() it")
     check_dtype(name, loss.settings.dtype)
     if loss.options is not None:
         settings = loss.settings._replace(dim=rules.class_dim(x))
@@ -197,16 +197,17 @@ def check_weight(name: str, weight: Any, x: torch.Tensor, classes: int) -> None:
     PyTorch computes the gradient with respect to the weights only if the targets are class probabilities.
     """
     rules.check_weight(TORCH, name, weight, x, classes)
-    _check_constant(name, "weight", weight, "is not computed; detach() it")
+    check_constant(name, "weight", weight, "is not computed; detach() it")
 
 
 def check_scale_is_constant(name: str, options: ScoreOptions | None) -> None:
     """Check that a scale that is a tensor requires no gradient, which losses do not compute."""
     scale = options and options.scale
-    _check_constant(name, "scale", scale, "this function does not compute; multiply the logits by it instead")
+    check_constant(name, "scale", scale, "this function does not compute; multiply the logits by it instead")
 
 
-def _check_constant(name: str, argument: str, value: Any, why: str) -> None:
+def check_constant(name: str, argument: str, value: Any, why: str) -> None:
+    """Refuse a tensor that requires a gradient where none is computed; `why` ends the sentence."""
     if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name}: {argument} requires a gradient, which {why}")
 

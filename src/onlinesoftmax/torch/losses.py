@@ -79,10 +79,11 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         return keep(PREPARED_CALLS, key, run)(x, target, weight)
     y, *stats = way.losses(x, target, weight, loss, return_stats)
     y = y.to(settings.dtype)
-    return (y, _statistics(target, loss, *stats)) if return_stats else y
+    return (y, statistics_of(target, loss, *stats)) if return_stats else y
 
 
-def _statistics(target: Tensor, loss: Loss, lse: Tensor, entropy: Tensor, largest: Tensor) -> LossStatistics:
+def statistics_of(target: Tensor, loss: Loss, lse: Tensor, entropy: Tensor, largest: Tensor) -> LossStatistics:
+    """The statistics of each row that the caller of a loss gets."""
     with torch.no_grad():
         counts = torch.ones_like(lse, dtype=torch.bool)
         classes = target
