@@ -28,8 +28,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("ops.*.kernels",),
     ("torch", "jax"),
-    ("numpy", "explanation", "distributed", "linear"),
-    ("api",),
+    ("numpy", "explanation", "linear.*"),
+    ("distributed",),
+    ("api", "linear"),
     ("nn", "overrides"),
     ("",),
     ("lab", "lab.names", "lab.bridge"),
@@ -40,7 +41,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
 )
 """Bottom first.  A name stands for a module, or for a package and all in it; "" is the public face, __init__.py.  The
-kernels that an operation brings stand in its room, and import the parts of the others.
+kernels that an operation brings stand in its room, and import the parts of the others.  The public functions of a head
+stand in linear/__init__.py.
 
 Nothing that users import stands above `lab`, which measures it; only the command line imports `lab`.
 """
@@ -54,6 +56,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "linear.products": {"torch"},
     "linear.rows": {"torch"},
     "linear.run": {"torch"},
+    "linear.sharing": {"torch"},
     "linear.tokens": {"torch"},
     "distributed.*": {"torch"},
     "overrides.mode": {"torch"},

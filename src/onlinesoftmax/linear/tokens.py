@@ -7,7 +7,7 @@ to wait, the backward pass makes the logits of each chunk again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from ..torch.ops import accumulator_of
 from ..torch.reductions import scale_gradient
 from .plans import LinearPlan
 from .products import add_product, logits_of
+from .sharing import Sharing
 
 Tensor = torch.Tensor
 
@@ -43,12 +44,14 @@ class Work(NamedTuple):
         rows: What to compute of the logits of a chunk.
         skipped: True for the tokens that count for nothing, whose input may hold NaN; None where all count.
         recorded: True where autograd records the call, so that gradients are wanted.
+        sharing: The other processes that have classes; None where this one has all.
     """
 
     plan: LinearPlan
     rows: Rows
     skipped: Tensor | None
     recorded: bool
+    sharing: Sharing | None = None
 
 
 def run(
@@ -62,7 +65,7 @@ def run(
         factor: Gradient of each token's first output; None for no gradients.
         wanted: Whether the gradients of input, weight and bias are wanted.
     """
-    plan, rows, skipped, _ = work
+    plan, rows, skipped, _, sharing = work
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
     wide = accumulator_of(x.dtype, x.dtype)
@@ -72,23 +75,34 @@ def run(
     dw = torch.empty(classes, hidden, dtype=sum_dtype, device=x.device) if of_weight else None
     db = torch.zeros(classes, dtype=wide, device=x.device) if of_bias else None
     memory = torch.empty(min(plan.chunk, tokens), classes, dtype=x.dtype, device=x.device)
-    found = []
+    found, finish = [], cast(Callable[[], Any], _nothing)
     for first in range(0, tokens, plan.chunk):
         part = slice(first, min(first + plan.chunk, tokens))
         z = logits_of(x[part], weight, bias, memory[: part.stop - part.start])
+        # The gradient of the chunk before has travelled during two products.
+        finish()
         outputs, dz = rows(z, part, None if factor is None else factor[part])
         found.append(outputs)
-        if dx is not None:
+        if dx is not None and sharing is None:
             torch.mm(dz, weight, out=dx[part])
+        elif dx is not None and sharing is not None:
+            total = torch.empty(len(dz), hidden, dtype=wide, device=x.device)
+            add_product(total, dz, weight, True)
+            finish = sharing.summed(total, dx[part])
         if dw is not None:
             # The gradient of a skipped token is 0, but its input may be NaN.
             valid = x[part] if skipped is None else x[part].masked_fill(skipped[part].unsqueeze(1), 0.0)
             add_product(dw, dz.t(), valid, first == 0)
         if db is not None:
             db += dz.sum(0, dtype=wide)
+    finish()
     if not found:
         return rows(memory, slice(0, 0), factor)[0], Gradients(dx, None if dw is None else dw.zero_(), db)
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True)), Gradients(dx, dw, db)
+
+
+def _nothing() -> None:
+    """Nothing is on its way."""
 
 
 class KnownFactor(torch.autograd.Function):
