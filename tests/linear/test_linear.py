@@ -18,15 +18,21 @@ GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
 TOKENS, HIDDEN, CLASSES = (3, 5), 7, 11
 
-MEMORY = {"stored": None, "tokens": 11 * 8 * 4 + 11 * 7 * 8, "columns": 4 * 15 * 8 + 15 * 7 * 8 + 60}
+MEMORY = {"stored": None, "tokens": 8 * 11 * 8, "columns": 15 * 4 * 8 + 60}
 """Bytes with which small problems take each plan."""
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "FEWEST_TOKENS", 2)
-    monkeypatch.setattr(plans, "FEWEST_COLUMNS", 4)
-    monkeypatch.setattr(plans, "COLUMN_BYTES", 1)
+    small = {"TOKEN_TILE": 7, "COLUMN_TILE": 1, "FEWEST_TOKENS": 7, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
+    for name, value in small.items():
+        monkeypatch.setattr(plans, name, value)
+
+
+def test_the_memory_gives_each_plan() -> None:
+    problem = plans.problem_of("linear_cross_entropy", (15, HIDDEN, CLASSES), "float64", (True, True, True))
+    found = {name: plans.plan_of(problem, memory) for name, memory in MEMORY.items()}
+    assert [(plan.name, plan.chunk) for plan in found.values()] == [("stored", 15), ("tokens", 7), ("columns", 4)]
 
 
 def head(dtype: torch.dtype = torch.float64, bias: bool = True, seed: int = 0) -> tuple[Tensor, ...]:

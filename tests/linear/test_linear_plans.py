@@ -14,29 +14,57 @@ from onlinesoftmax.linear import plans
 GPU = torch.cuda.is_available()
 DEVICE = "cuda"
 
-PROBLEM = plans.LinearProblem(8192, 4096, 128256, 2, 4, False, True, True, ("tokens", "columns"))
+PROBLEM = plans.problem_of("linear_cross_entropy", (8192, 4096, 128256), "bfloat16", (True, True, False))
+ROWS = {"waits": True, "cuts": ("tokens",)}
 
 
 @pytest.mark.parametrize(
-    ("change", "memory", "name", "chunks", "products"),
+    ("change", "memory", "name", "chunk", "products", "needed"),
     [
-        ({"tokens": 4096}, None, "stored", 1, 3),
-        ({}, None, "tokens", 2, 3),
-        ({}, 1 << 29, "columns", 0, 4),
-        ({"waits": True}, None, "columns", 0, 4),
-        ({"waits": True}, 3 << 30, "stored", 1, 3),
-        ({"waits": True, "cuts": ("tokens",)}, None, "tokens", 2, 4),
-        ({"of_weight": False}, 1 << 29, "tokens", 4, 3),
-        ({"tokens": 1024, "hidden": 512, "classes": 50257}, 40_000_000, "columns", 3, 4),
-        ({"tokens": 777, "hidden": 768, "classes": 32000}, 40_000_000, "columns", 2, 4),
+        # All logits take less than one float32 gradient of the weight and 1.1 GB.
+        ({}, None, "stored", 8192, 3, 8192 * 128256 * 2),
+        ({"tokens": 16384}, None, "tokens", 8192, 3, (8192 * 2 + 4096 * 4) * 128256),
+        ({"hidden": 2304, "classes": 256000}, None, "tokens", 4096, 3, (4096 * 2 + 2304 * 4) * 256000),
+        # Float16 and one chunk: the weight's gradient is a float32 sum too.
+        ({"dtype": "float16", "tokens": 4096}, None, "stored", 4096, 3, (4096 * 2 + 4096 * 4) * 128256),
+        ({}, 1 << 29, "columns", 16064, 4, 16064 * 8192 * 2 + 8192 * 4096 * 4),
+        # The float32 sum is 2.1 GB, and what is left holds 896 tokens and 1152.
+        ({"tokens": 16384}, 2_350_000_000, "columns", 8064, 4, (8064 * 2 + 4096 * 4) * 16384),
+        ({"tokens": 16384}, 2_400_000_000, "tokens", 1152, 3, (1152 * 2 + 4096 * 4) * 128256),
+        ({"in_place": True}, None, "tokens", 4096, 3, 4096 * 128256 * 2),
+        # No sum of the weight's gradient: a tile of tokens suffices.
+        ({"of_weight": False}, 1 << 26, "tokens", 256, 2, 256 * 128256 * 2),
+        ({"dtype": "float32"}, 1 << 29, "tokens", 1024, 3, 1024 * 128256 * 4),
+        ({"waits": True}, None, "columns", 16064, 4, 16064 * 8192 * 2 + 8192 * 4096 * 4),
+        ({"waits": True}, 3 << 30, "stored", 8192, 3, 8192 * 128256 * 2),
+        ({**ROWS}, None, "stored", 8192, 4, 8192 * 128256 * 2),
+        ({**ROWS, "tokens": 16384}, None, "tokens", 8192, 4, (8192 * 2 + 4096 * 4) * 128256),
+        ({"recorded": False, "of_input": False, "of_weight": False}, None, "tokens", 4096, 1, 4096 * 128256 * 2),
+        ({"tokens": 0}, None, "stored", 1, 3, 0),
     ],
 )
-def test_plans(change: dict[str, Any], memory: int | None, name: str, chunks: int, products: int) -> None:
+def test_plans(change: dict[str, Any], memory: int | None, name: str, chunk: int, products: int, needed: int) -> None:
     problem = PROBLEM._replace(**change)
-    plan = plans.plan_of(problem, memory)
-    assert (plan.name, plan.products) == (name, products)
-    assert plan.chunks == (chunks or -(-problem.classes // plan.chunk))
+    plan, others = plans.plans_of(problem, memory)
+    assert plan == plans.plan_of(problem, memory)
+    assert (plan.name, plan.chunk, plan.products, plan.bytes) == (name, chunk, products, needed)
+    assert plan.chunks == -(-(problem.classes if name == "columns" else max(problem.tokens, 1)) // chunk)
     assert memory is None or plan.bytes <= memory
+    assert {plan.name, *(other.name for other in others)} == {"stored", "tokens", "columns"}
+    assert all(other.reason for other in others)
+
+
+def test_a_gradient_waits_for_log_probabilities_and_for_losses_of_tokens() -> None:
+    sizes, dtype, all_three, none = (2, 3, 4), "float32", (True, True, True), (False, False, False)
+    for function, each, wanted, waits in (
+        ("linear_cross_entropy", False, all_three, False),
+        ("linear_cross_entropy", True, (False, False, True), True),
+        ("linear_cross_entropy", True, none, False),
+        ("linear_token_logprobs", False, all_three, True),
+        ("linear_token_logprobs", False, none, False),
+        ("linear_token_loss", False, all_three, False),
+    ):
+        assert plans.problem_of(function, sizes, dtype, wanted, each).waits == waits
 
 
 def test_no_plan_fits() -> None:

@@ -52,8 +52,8 @@ def linear_cross_entropy(
         dtype: Dtype of the loss: by default that of `input`, and float32 under autocast.
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each token, detached.
-        memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default a
-            chunk of logits takes at most 1.1 GB, and the sum of the weight's gradient comes on top.
+        memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default they
+            take at most 1.1 GB and as much as a float32 gradient of the weight.
 
     Returns:
         The loss: a scalar, or with "none" of the shape (...).

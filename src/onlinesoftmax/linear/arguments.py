@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.options import checked_options
+from ..core.task import ITEMSIZE
 from ..torch.arguments import TORCH, check_constant, checked_number
 
 Tensor = torch.Tensor
@@ -51,7 +52,7 @@ def checked_head(name: str, input: Any, linear_weight: Any, target: Any, linear_
             raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take")
         if t.device != input.device:
             raise RuntimeError(f"{caller}: {argument} is on {t.device}, and input on {input.device}")
-    if not input.is_floating_point():
+    if str(input.dtype).removeprefix("torch.") not in ITEMSIZE:
         raise RuntimeError(f"{caller}: input must be floating point, got {input.dtype}")
     if not input.dim() or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise RuntimeError(

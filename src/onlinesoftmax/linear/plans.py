@@ -1,23 +1,28 @@
 """The plan of a head without logits: how many tokens or columns of the logits exist at a time.
 
-    stored    all logits exist once, and their gradient replaces them             three products
-    tokens    the logits of a chunk of tokens; the gradient of the weight is      three products; four where
-              added up in float32                                                  the gradient has to wait
-    columns   a chunk of columns for all tokens; each slice of the gradient of     four products
-              the weight is complete, and rounded once
+    stored    all logits exist once, and their gradient replaces them
+    tokens    the logits of a chunk of tokens; the gradient of the weight is added up in float32
+    columns   a chunk of columns for all tokens; each slice of the gradient of the weight is complete, and rounded once
 
-A product is one of input × weight (twice if the logits are made again), gradient × weight and gradient × input.
+A product is one of input × weight, gradient × weight and gradient × input.  `columns`, and losses whose gradient has to
+wait, make the logits again for the backward pass, which is one product more.
+
+Each chunk of tokens reads and writes the float32 sum, 8 bytes an element of the weight.  No product can write its last
+state in 16 bits: PyTorch's addmm refuses a float32 sum with a result of 16 bits (`_addmm_dtype_out_cuda` of 2.13), and
+cublasGemmEx adds to the tensor that it writes.
 """
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-CHUNK_BYTES = 1_100_000_000
-"""Bytes of the logits of a chunk of tokens, where the caller does not bound the memory.
+from ..core.task import ITEMSIZE
+from ..core.units import size
 
-Each chunk reads and writes the float32 gradient of the weight once, so few chunks are fast.
-"""
+Name = Literal["stored", "tokens", "columns"]
+
+CHUNK_BYTES = 1_100_000_000
+"""Bytes of logits where the caller does not bound the memory; what `_room` says comes on top."""
 
 COLUMN_BYTES = 256 << 20
 """Bytes of the logits of a chunk of columns.
@@ -26,11 +31,18 @@ With what the L2 cache of an H100 keeps, 32 MB, products were small and launches
 products, for 8192 tokens, 4096 hidden and 128256 classes.
 """
 
-FEWEST_TOKENS = 128
-"""Fewest tokens of a chunk: with fewer, reading and writing the weight's gradient takes longer than the product."""
-
 FEWEST_COLUMNS = 256
 """Fewest columns of a chunk: with fewer, a product does not fill a GPU."""
+
+TOKEN_TILE, COLUMN_TILE = 128, 64
+"""Tokens and columns of a tile of a product."""
+
+FEWEST_TOKENS = 1024
+"""Fewest tokens of a chunk with a float32 sum of 16-bit products; with fewer, columns are faster.
+
+By bytes and operations, such chunks add 0.24 of three products on an H200 and 0.34 on an H100.  Columns take 0.33 more,
+and read the logits once more.
+"""
 
 
 class LinearPlan(NamedTuple):
@@ -42,14 +54,30 @@ class LinearPlan(NamedTuple):
         chunks: Number of chunks.
         products: Number of products of tokens × hidden × classes, forward and backward together.
         bytes: Bytes of all buffers beside the results and the gradients.
+        keeps: True where the logits stay from the forward to the backward pass.
         reason: One sentence: why this plan.
     """
 
-    name: Literal["stored", "tokens", "columns"]
+    name: Name
     chunk: int
     chunks: int
     products: int
     bytes: int
+    keeps: bool
+    reason: str
+
+
+class Candidate(NamedTuple):
+    """A plan that was not chosen.
+
+    Attributes:
+        name: Its name.
+        plan: The plan; None where the call has none of this name.
+        reason: One sentence: why it was not chosen.
+    """
+
+    name: Name
+    plan: LinearPlan | None
     reason: str
 
 
@@ -58,71 +86,210 @@ class LinearProblem(NamedTuple):
 
     Attributes:
         tokens, hidden, classes: Sizes of the input and the weight.
-        itemsize: Bytes of an element of the logits.
-        wide: Bytes of an element of a float32 or float64 sum.
+        dtype: Name of the dtype of input, weight and logits.
+        recorded: True where any gradient is wanted.
         waits: True where the gradient of each token's result is known only in the backward pass.
         of_input, of_weight: True where the gradient of the input, of the weight is wanted.
         cuts: The plans that may cut the logits, where they do not fit: "tokens" needs whole rows in a chunk, "columns"
             needs statistics that merge.
+        in_place: True where chunks of tokens add up the gradient of the weight in its own memory and dtype.
     """
 
     tokens: int
     hidden: int
     classes: int
-    itemsize: int
-    wide: int
+    dtype: str
+    recorded: bool
     waits: bool
     of_input: bool
     of_weight: bool
     cuts: tuple[str, ...]
+    in_place: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of the logits."""
+        return ITEMSIZE[self.dtype]
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the logits of all tokens."""
+        return self.tokens * self.classes * self.itemsize
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the gradient of the weight."""
+        return self.classes * self.hidden * self.itemsize * self.of_weight
+
+    def sum_bytes(self, elements: int) -> int:
+        """Bytes of a float32 sum of so many elements; none where the result has such a dtype itself."""
+        return 4 * elements if self.itemsize < 4 else 0
+
+    @property
+    def weight_sum_bytes(self) -> int:
+        """Bytes of the float32 sum of the weight's gradient."""
+        return self.sum_bytes(self.classes * self.hidden * (self.of_weight and not self.in_place))
+
+    @property
+    def keeps(self) -> bool:
+        """True where logits that are stored stay for the backward pass."""
+        return self.waits and "columns" in self.cuts
+
+    @property
+    def products(self) -> int:
+        """Number of products where none makes logits again."""
+        return 1 + self.of_input + self.of_weight
+
+
+class Function(NamedTuple):
+    """A public function with a head.
+
+    Attributes:
+        reads: Operation whose kernels read a chunk of logits.
+        waits: True where the gradient of each token's result always waits for the backward pass.
+        cuts: As in LinearProblem.
+    """
+
+    reads: str
+    waits: bool
+    cuts: tuple[str, ...]
+
+
+FUNCTIONS = {
+    "linear_cross_entropy": Function("cross_entropy", False, ("tokens", "columns")),
+    "linear_token_logprobs": Function("token_logprobs", True, ("columns",)),
+    "linear_token_loss": Function("token_logprobs", False, ("tokens",)),
+}
+"""The functions by name."""
+
+
+def problem_of(
+    function: str, sizes: tuple[int, int, int], dtype: str, wanted: tuple[bool, bool, bool], each: bool = False,
+    whole_rows: bool = False, in_place: bool = False,
+) -> LinearProblem:  # fmt: skip
+    """The problem of a call.
+
+    Args:
+        function: Name in FUNCTIONS.
+        sizes: Tokens, hidden and classes.
+        dtype: Name of the dtype of the logits.
+        wanted: True for each gradient that is wanted: of input, weight and bias.
+        each: True where the result is a loss of each token, whose gradient waits for the backward pass.
+        whole_rows: True where the result of a token needs the whole row of its logits.
+        in_place: As in LinearProblem.
+    """
+    declared, recorded = FUNCTIONS[function], any(wanted)
+    waits = recorded and (declared.waits or each)
+    cuts = ("tokens",) if whole_rows else declared.cuts
+    return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place)
 
 
 def plan_of(problem: LinearProblem, memory: int | None) -> LinearPlan:
-    """The plan of a problem whose buffers take at most `memory` bytes.
+    """The plan of a problem whose buffers take at most `memory` bytes; None for the usual ones.
 
     Raises:
         ValueError: no plan fits; the message says what the smallest chunk takes.
     """
-    tokens, hidden, classes, itemsize, wide, waits, _, of_weight, cuts = problem
-    token_bytes, sum_bytes = max(classes * itemsize, 1), classes * hidden * wide * of_weight
-    if tokens * token_bytes <= (CHUNK_BYTES if memory is None else memory):
-        reason = f"the logits of all {tokens} tokens fit"
-        return LinearPlan("stored", max(tokens, 1), 1, 3, tokens * token_bytes, reason)
-    fits = (CHUNK_BYTES if memory is None else memory - sum_bytes) // token_bytes
-    if "columns" in cuts and (waits or fits < FEWEST_TOKENS):
-        columns = _columns(problem, memory)
-        if memory is None or columns.bytes <= memory:
-            return columns
-        if "tokens" not in cuts:
-            raise ValueError(
-                f"memory is {memory} bytes, and {columns.chunk} columns of all tokens take {columns.bytes}"
-            )
-    # Whole tiles of a product where there are several, and chunks of one size, so that the last is not a small product.
-    chunk = max(fits // FEWEST_TOKENS * FEWEST_TOKENS or fits, 1)
-    chunks = _ceil(tokens, chunk)
-    chunk = _ceil(tokens, chunks)
-    needed = chunk * token_bytes + sum_bytes
-    if memory is not None and needed > memory:
-        beside = " with the gradient of the weight" if of_weight else ""
-        raise ValueError(f"memory is {memory} bytes, and one token{beside} takes {needed}")
-    reason = f"the logits of all tokens would take {tokens * token_bytes} bytes"
-    return LinearPlan("tokens", chunk, chunks, 3 + waits, needed, reason)
+    return plans_of(problem, memory)[0]
 
 
-TILE = 64
-"""Columns of a tile of a product."""
+def plans_of(problem: LinearProblem, memory: int | None) -> tuple[LinearPlan, tuple[Candidate, ...]]:
+    """The plan of a problem, and the others with the reasons why they were not chosen.
+
+    Raises:
+        ValueError: as for `plan_of`.
+    """
+    stored, tokens, columns = (make(problem, memory) for make in (_stored, _tokens, _columns))
+    slow = tokens.plan is not None and (problem.waits or tokens.plan.chunk < _fewest_tokens(problem))
+    order = (stored, columns, tokens) if slow else (stored, tokens, columns)
+    chosen = next((each for each in order if each.plan and not each.reason), None)
+    if chosen is None or chosen.plan is None:
+        raise ValueError((tokens if "tokens" in problem.cuts else columns).reason)
+    others = [each for each in order if each is not chosen]
+    return chosen.plan, tuple(each._replace(reason=each.reason or _slower(problem, each, chosen)) for each in others)
 
 
-def _columns(problem: LinearProblem, memory: int | None) -> LinearPlan:
-    tokens, hidden, classes, itemsize, wide, waits, of_input = problem[:7]
-    column_bytes, sum_bytes = max(tokens * itemsize, 1), tokens * hidden * wide * of_input
-    size = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - sum_bytes)
+def _slower(problem: LinearProblem, other: Candidate, chosen: Candidate) -> str:
+    """Why a plan that could run was not chosen."""
+    if chosen.name == "stored":
+        return "all logits fit"
+    if other.name == "columns":
+        return "the logits would be made again, which is one product more"
+    if problem.waits:
+        return "the logits would be made again, and the gradient of the weight added up in float32"
+    return f"with fewer than {_fewest_tokens(problem)} tokens in a chunk, adding up takes longer than a product"
+
+
+def _fewest_tokens(problem: LinearProblem) -> int:
+    """Fewest tokens of a chunk that are faster than columns; a sum in place moves half the bytes."""
+    if problem.itemsize >= 4 or not problem.of_weight:
+        return TOKEN_TILE
+    return FEWEST_TOKENS // 2 if problem.in_place else FEWEST_TOKENS
+
+
+def _room(problem: LinearProblem, memory: int | None, summed: bool) -> int:
+    """Most bytes of logits, with or without a float32 sum of the weight's gradient beside them.
+
+    The usual memory beyond the gradients is CHUNK_BYTES and one such sum.  Without the sum, logits may take its place;
+    with it, the place of the result, which does not exist yet.  Logits that are kept get no more than CHUNK_BYTES.
+    """
+    if memory is not None:
+        return memory - problem.weight_sum_bytes * summed
+    if problem.keeps or not problem.weight_sum_bytes:
+        return CHUNK_BYTES
+    return CHUNK_BYTES + (problem.result_bytes if summed else problem.weight_sum_bytes)
+
+
+def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
+    # One product is rounded once by itself; in float16 its elements could be infinite before a mean divides them.
+    summed = problem.dtype == "float16" and not problem.keeps
+    room, taken = _room(problem, memory, summed), problem.logits_bytes
+    products = problem.products + (problem.waits and not problem.keeps)
+    needed = taken + problem.weight_sum_bytes * summed
+    reason = f"the logits of all tokens take {size(taken)}"
+    plan = LinearPlan("stored", max(problem.tokens, 1), 1, products, needed, problem.keeps, f"{reason}, which fit")
+    return Candidate("stored", plan, "" if taken <= room else f"{reason}, and {size(max(room, 0))} are free")
+
+
+def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
+    if "tokens" not in problem.cuts:
+        return Candidate("tokens", None, "columns give the gradient of the weight without a float32 sum")
+    tokens, token_bytes = max(problem.tokens, 1), max(problem.classes * problem.itemsize, 1)
+    fits = _room(problem, memory, True) // token_bytes
+    # Whole tiles where there are several, and chunks of nearly one size, so that the last is not a small product.
+    most = max(fits // TOKEN_TILE * TOKEN_TILE or fits, 1)
+    chunk = _ceil(tokens, _ceil(tokens, most))
+    whole = _ceil(chunk, TOKEN_TILE) * TOKEN_TILE
+    chunk = min(whole if whole <= most else chunk, tokens)
+    needed = chunk * token_bytes + problem.weight_sum_bytes
+    plan = LinearPlan(
+        "tokens", chunk, _ceil(tokens, chunk), problem.products + problem.waits, needed, False, _why(problem)
+    )
+    if fits >= 1:
+        return Candidate("tokens", plan, "")
+    beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""
+    return Candidate("tokens", plan, f"memory is {memory} bytes, and one token{beside} takes {needed}")
+
+
+def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
+    if "columns" not in problem.cuts:
+        return Candidate("columns", None, "the result of a token needs the whole row of its logits")
+    column_bytes = max(problem.tokens * problem.itemsize, 1)
+    sum_bytes = problem.sum_bytes(problem.tokens * problem.hidden * problem.of_input)
+    most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - sum_bytes)
     # Rounding up to whole tiles may add one.
-    chunks = _ceil(classes, max(size // column_bytes - TILE, FEWEST_COLUMNS))
-    chunk = min(classes, _ceil(_ceil(classes, chunks), TILE) * TILE)
-    why = "the gradient is known only in the backward pass" if waits else "a float32 gradient does not fit"
-    reason = f"the logits of all tokens do not fit, and {why}"
-    return LinearPlan("columns", chunk, _ceil(classes, chunk), 4, chunk * column_bytes + sum_bytes, reason)
+    chunks = _ceil(problem.classes, max(most // column_bytes - COLUMN_TILE, FEWEST_COLUMNS))
+    chunk = min(problem.classes, _ceil(_ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
+    needed, products = chunk * column_bytes + sum_bytes, problem.products + problem.recorded
+    plan = LinearPlan("columns", chunk, _ceil(problem.classes, chunk), products, needed, False, _why(problem))
+    fits = memory is None or needed <= memory
+    return Candidate(
+        "columns", plan, "" if fits else f"memory is {memory} bytes, and {chunk} columns of all tokens take {needed}"
+    )
+
+
+def _why(problem: LinearProblem) -> str:
+    return f"the logits of all tokens would take {size(problem.logits_bytes)}"
 
 
 def _ceil(a: int, b: int) -> int:

@@ -20,7 +20,7 @@ from ..torch.ops import accumulator_of
 from . import rows
 from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
 from .columns import LogProbabilities
-from .plans import LinearPlan, LinearProblem, plan_of
+from .plans import LinearPlan, plan_of, problem_of
 from .tokens import KnownFactor, LaterFactor, Work
 
 Tensor = torch.Tensor
@@ -55,11 +55,10 @@ def cross_entropy(
         token_weight = checked_per_token(name, "token_weight", token_weight, head)
     factor, divisor = _factor(head, weight, loss, token_weight)
     whole_rows = soft or bool(loss.smoothing) or weight is not None or return_stats
-    cuts = ("tokens",) if whole_rows else ("tokens", "columns")
-    plan = _plan(head, checked_memory(name, memory), reduction == "none" and _records(head), cuts)
+    plan = _plan(name, head, checked_memory(name, memory), reduction == "none", whole_rows)
     stats: Any = ()
     inputs, of_row = (head.input, head.weight, head.bias), loss._replace(reduction="none")
-    if plan.name == "columns":
+    if plan.name == "columns" or plan.keeps:
         y = _loss_of(LogProbabilities.apply(*inputs, of_target, plan, options), of_target, loss)
         y = y * factor if reduction == "none" else (y * factor).sum()
     else:
@@ -83,7 +82,7 @@ def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softc
     name = "linear_token_logprobs"
     head = checked_head(name, *tensors, soft=False)
     options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
-    plan = _plan(head, checked_memory(name, memory), True, ("columns",))
+    plan = _plan(name, head, checked_memory(name, memory))
     inputs = head.input, head.weight, head.bias
     logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options)
     if ignore_index is not None:
@@ -108,7 +107,7 @@ def token_loss(
     ignored = equals(of_target, checked_number(name, "ignore_index", ignore_index, int))
     counts = (~ignored).to(accumulator_of(head.input.dtype, head.input.dtype))
     factor, divisor = _with_divisor(counts, counts.sum() if reduction == "mean" else None, head.input.dtype)
-    plan = _plan(head, checked_memory(name, memory), False, ("tokens",))
+    plan = _plan(name, head, checked_memory(name, memory))
 
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
         known = rows.statistics(z, of_target[part], options)
@@ -146,12 +145,12 @@ def _records(head: Head) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _plan(head: Head, memory: int | None, waits: bool, cuts: tuple[str, ...]) -> LinearPlan:
+def _plan(name: str, head: Head, memory: int | None, each: bool = False, whole_rows: bool = False) -> LinearPlan:
     x, weight = head.input, head.weight
-    wide = accumulator_of(x.dtype, x.dtype).itemsize
-    of_input, of_weight = (t.requires_grad and torch.is_grad_enabled() for t in (x, weight))
-    problem = LinearProblem(len(x), x.shape[1], len(weight), x.itemsize, wide, waits, of_input, of_weight, cuts)
-    return plan_of(problem, memory)
+    tensors, records = (x, weight, head.bias), torch.is_grad_enabled()
+    of_input, of_weight, of_bias = (records and t is not None and t.requires_grad for t in tensors)
+    sizes, dtype = (len(x), x.shape[1], len(weight)), str(x.dtype).removeprefix("torch.")
+    return plan_of(problem_of(name, sizes, dtype, (of_input, of_weight, of_bias), each, whole_rows), memory)
 
 
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
