@@ -27,12 +27,8 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"TOKEN_TILE": 7, "COLUMN_TILE": 1, "FEWEST_TOKENS": 7, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
     for name, value in small.items():
         monkeypatch.setattr(plans, name, value)
-
-
-def test_the_memory_gives_each_plan() -> None:
     problem = plans.problem_of("linear_cross_entropy", (15, HIDDEN, CLASSES), "float64", (True, True, True))
-    found = {name: plans.plan_of(problem, memory) for name, memory in MEMORY.items()}
-    assert [(plan.name, plan.chunk) for plan in found.values()] == [("stored", 15), ("tokens", 7), ("columns", 4)]
+    assert [plans.plan_of(problem, memory).name for memory in MEMORY.values()] == list(MEMORY)
 
 
 def head(dtype: torch.dtype = torch.float64, bias: bool = True, seed: int = 0) -> tuple[Tensor, ...]:
