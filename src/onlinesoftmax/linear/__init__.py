@@ -146,7 +146,7 @@ def linear_token_loss(
     """
     run = _implementation()
     tensors = input, linear_weight, target, linear_bias
-    found: Tensor = run.token_loss(tensors, loss, per_token, reduction, ignore_index, scale, softcap, memory)
+    found: Tensor = run.token_loss(tensors, loss, per_token, (reduction, ignore_index, scale, softcap), memory)
     return found
 
 

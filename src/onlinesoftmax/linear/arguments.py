@@ -34,13 +34,16 @@ class Head(NamedTuple):
     shape: tuple[int, ...]
 
 
-def checked_head(name: str, input: Any, linear_weight: Any, target: Any, linear_bias: Any, soft: bool) -> Head:
+def checked_head(
+    name: str, input: Any, linear_weight: Any, target: Any, linear_bias: Any, soft: bool, part: bool = False
+) -> Head:
     """The tensors of a head, in the dtype of autocast where it is active.
 
     Args:
         name: Name of the public function, for errors.
         input, linear_weight, target, linear_bias: Its arguments.
         soft: True where the target may hold class probabilities.
+        part: True where other processes have classes, so that this one may have none.
     """
     caller = f"{name}()"
     given = {"input": input, "linear_weight": linear_weight, "target": target}
@@ -59,7 +62,7 @@ def checked_head(name: str, input: Any, linear_weight: Any, target: Any, linear_
             f"{caller}: linear_weight must have shape (classes, {input.shape[-1] if input.dim() else 'hidden'}), the "
             f"last dimension being that of input, got {tuple(linear_weight.shape)} for input {tuple(input.shape)}"
         )
-    if not linear_weight.numel():
+    if not linear_weight.shape[1] or not (part or len(linear_weight)):
         raise ValueError(f"{caller}: linear_weight has no elements, its shape is {tuple(linear_weight.shape)}")
     classes, shape = len(linear_weight), input.shape[:-1]
     if linear_bias is not None and linear_bias.shape != (classes,):

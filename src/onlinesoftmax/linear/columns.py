@@ -61,9 +61,8 @@ class LogProbabilities(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, plan: LinearPlan,
         options: ScoreOptions | None, sharing: Sharing | None = None,
     ) -> Any:  # fmt: skip
-        classes, found = len(weight), None
-        # With classes on other processes, targets are counted from the first class of this one.
-        target = target if sharing is None else target - sharing.first
+        classes, found, whole_target = len(weight), None, target
+        target = target if sharing is None else sharing.local(target)
         size = _columns_at_once(plan, classes)
         memory = torch.empty(len(x) * size, dtype=x.dtype, device=x.device)
         for first in range(0, classes, size):
@@ -75,7 +74,7 @@ class LogProbabilities(torch.autograd.Function):
         if found is None:
             found = _of_no_columns(target, accumulator_of(x.dtype, x.dtype))
         if sharing is not None:
-            found = sharing.merged(found)
+            found = sharing.merged(found, whole_target)
         # Rounding can put a logarithm above 0.
         found = found._replace(logprob=found.logprob.clamp(max=0.0))
         ctx.plan, ctx.options, ctx.sharing = plan, options, sharing

@@ -14,13 +14,14 @@ from ..core.call import LossStatistics, Settings, TokenLogprobs
 from ..core.task import ANY
 from ..ops.cross_entropy.arguments import checked_numbers
 from ..torch.arguments import TORCH, check_dtype, check_weight, checked_number
-from ..torch.loss import Loss, count_of, counted, equals, scaled_weight, scales_weight, signed
+from ..torch.loss import Loss, count_of, counted, equals, is_class, scaled_weight, scales_weight, signed
 from ..torch.losses import statistics_of
 from ..torch.ops import accumulator_of
 from . import rows
 from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
 from .columns import LogProbabilities
 from .plans import LinearPlan, plan_of, problem_of
+from .sharing import Sharing
 from .tokens import KnownFactor, LaterFactor, Work
 
 Tensor = torch.Tensor
@@ -55,21 +56,21 @@ def cross_entropy(
         token_weight = checked_per_token(name, "token_weight", token_weight, head)
     factor, divisor = _factor(head, weight, loss, token_weight)
     whole_rows = soft or bool(loss.smoothing) or weight is not None or return_stats
-    plan = _plan(name, head, checked_memory(name, memory), reduction == "none", whole_rows)
+    plan = plan_for(name, head, checked_memory(name, memory), reduction == "none", whole_rows)
     stats: Any = ()
     inputs, of_row = (head.input, head.weight, head.bias), loss._replace(reduction="none")
     if plan.name == "columns" or plan.keeps:
-        y = _loss_of(LogProbabilities.apply(*inputs, of_target, plan, options), of_target, loss)
+        y = loss_of(LogProbabilities.apply(*inputs, of_target, plan, options), of_target, loss)
         y = y * factor if reduction == "none" else (y * factor).sum()
     else:
         skipped = None if soft else ~counted(of_target, loss)
-        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped, _records(head))
+        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped, records(head))
         if reduction == "none":
             y, *stats = LaterFactor.apply(*inputs, work)
             y = y * factor
         else:
             y, _, *stats = KnownFactor.apply(*inputs, factor, work)
-    y = _mean_of_none(_divided(y, divisor), head, reduction)
+    y = _mean_of_none(divided(y, divisor), head, reduction)
     y = (y.reshape(head.shape) if reduction == "none" else y).to(dtype)
     if not return_stats:
         return y
@@ -77,14 +78,16 @@ def cross_entropy(
 
 
 @torch.compiler.disable
-def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any) -> TokenLogprobs:
-    """As `linear_token_logprobs`."""
+def token_logprobs(
+    tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any, sharing: Sharing | None = None
+) -> TokenLogprobs:
+    """As `linear_token_logprobs`; with `sharing`, other processes have the other classes."""
     name = "linear_token_logprobs"
-    head = checked_head(name, *tensors, soft=False)
+    head = checked_head(name, *tensors, soft=False, part=sharing is not None)
     options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
-    plan = _plan(name, head, checked_memory(name, memory))
+    plan = plan_for(name, head, checked_memory(name, memory), sharing=sharing)
     inputs = head.input, head.weight, head.bias
-    logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options)
+    logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options, sharing)
     if ignore_index is not None:
         logprob = logprob.masked_fill(equals(of_target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
@@ -92,12 +95,15 @@ def token_logprobs(tensors: Tensors, ignore_index: int | None, scale: Any, softc
 
 @torch.compiler.disable
 def token_loss(
-    tensors: Tensors, loss: Callable[..., Any], per_token: tuple[Any, ...], reduction: Any, ignore_index: int,
-    scale: Any, softcap: Any, memory: Any,
+    tensors: Tensors, loss: Callable[..., Any], per_token: tuple[Any, ...], numbers: tuple[Any, ...], memory: Any,
+    sharing: Sharing | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `linear_token_loss`."""
-    name = "linear_token_loss"
-    head = checked_head(name, *tensors, soft=False)
+    """As `linear_token_loss`; `numbers` has reduction, ignore_index, scale and softcap.
+
+    With `sharing`, other processes have the other classes, or further tokens.
+    """
+    name, (reduction, ignore_index, scale, softcap) = "linear_token_loss", numbers
+    head = checked_head(name, *tensors, soft=False, part=sharing is not None)
     options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
     if not callable(loss):
         raise TypeError(f"{name}(): argument 'loss' must be a function, not {type(loss).__name__}")
@@ -106,11 +112,18 @@ def token_loss(
     beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
     ignored = equals(of_target, checked_number(name, "ignore_index", ignore_index, int))
     counts = (~ignored).to(accumulator_of(head.input.dtype, head.input.dtype))
-    factor, divisor = _with_divisor(counts, counts.sum() if reduction == "mean" else None, head.input.dtype)
-    plan = _plan(name, head, checked_memory(name, memory))
+    whole: Callable[[Tensor], Tensor] = _itself if sharing is None else sharing.over_tokens
+    count = whole(counts.sum()) if reduction == "mean" else None
+    factor, divisor = with_divisor(counts, count, head.input.dtype)
+    plan = plan_for(name, head, checked_memory(name, memory), sharing=sharing)
+    own_target = of_target if sharing is None else sharing.local(of_target)
 
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
-        known = rows.statistics(z, of_target[part], options)
+        local = own_target[part]
+        local = local.where((local >= 0) & (local < z.shape[1]), -1)
+        known = rows.statistics(z, local, options)
+        if sharing is not None:
+            known = sharing.merged(known, of_target[part])
         known = known._replace(logprob=known.logprob.clamp(max=0.0).masked_fill(ignored[part], 0.0))
         leaves = [t.detach().requires_grad_(dy is not None) for t in known]
         with torch.set_grad_enabled(dy is not None):
@@ -129,27 +142,38 @@ def token_loss(
         # A token that is ignored has no gradient, whatever the loss makes of it.
         zeros = torch.zeros_like(known.lse)
         dlogprob, dentropy, dlse = (None if g is None else g.masked_fill(ignored[part], 0.0) for g in found)
-        inside = (of_target[part] >= 0) & (of_target[part] < z.shape[1])
-        dlogprob = zeros if dlogprob is None else dlogprob.masked_fill(~inside, 0.0)
-        local = of_target[part].where(inside, -1)
-        return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, zeros if dlse is None else dlse, options)
+        classes = z.shape[1] if sharing is None else sharing.total
+        dlogprob = zeros if dlogprob is None else dlogprob.where(is_class(of_target[part], classes), 0.0)
+        dlse = zeros if dlse is None else dlse
+        # Where another process has the target, the gradient of its logarithm is one of the sum alone.
+        dlse = torch.where(local < 0, dlse - dlogprob, dlse)
+        return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, dlse, options)
 
-    work = Work(plan, of_chunk, ignored, _records(head))
-    total: Tensor = KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]
-    return _mean_of_none(_divided(total, divisor), head, reduction)
+    work = Work(plan, of_chunk, ignored, records(head), sharing)
+    total = divided(whole(KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]), divisor)
+    return total if count is None else total + torch.where(count == 0, torch.nan, 0.0)
 
 
-def _records(head: Head) -> bool:
+def _itself(t: Tensor) -> Tensor:
+    return t
+
+
+def records(head: Head) -> bool:
     """True where autograd records the call."""
     tensors = head.input, head.weight, head.bias
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _plan(name: str, head: Head, memory: int | None, each: bool = False, whole_rows: bool = False) -> LinearPlan:
+def plan_for(
+    name: str, head: Head, memory: int | None, each: bool = False, whole_rows: bool = False,
+    sharing: Sharing | None = None,
+) -> LinearPlan:  # fmt: skip
+    """The plan of a call; arguments as for `problem_of`."""
     x, weight = head.input, head.weight
     tensors, records = (x, weight, head.bias), torch.is_grad_enabled()
     of_input, of_weight, of_bias = (records and t is not None and t.requires_grad for t in tensors)
-    sizes, dtype = (len(x), x.shape[1], len(weight)), str(x.dtype).removeprefix("torch.")
+    classes = len(weight) if sharing is None else sharing.largest
+    sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
     return plan_of(problem_of(name, sizes, dtype, (of_input, of_weight, of_bias), each, whole_rows), memory)
 
 
@@ -159,17 +183,17 @@ def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
 
 
 def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The factor of the loss of each token, and the divisor of the sum (`_with_divisor`)."""
+    """The factor of the loss of each token, and the divisor of the sum (`with_divisor`)."""
     x, target = head.input, head.target
     wide, divisor = accumulator_of(x.dtype, x.dtype), None
     factor = torch.ones(len(x), dtype=wide, device=x.device)
     if loss.reduction == "mean":
         soft = target.is_floating_point()
         divisor = factor.sum() if soft else count_of(target, weight, loss, wide)
-    return _with_divisor(factor if token_weight is None else factor * token_weight.detach().to(wide), divisor, x.dtype)
+    return with_divisor(factor if token_weight is None else factor * token_weight.detach().to(wide), divisor, x.dtype)
 
 
-def _with_divisor(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def with_divisor(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """The factors with the divisor in them, and None; for logits of float16 both as they are.
 
     The gradient of a mean over many tokens is too small for float16.  As the divisor comes after the sum, the factor of
@@ -180,7 +204,7 @@ def _with_divisor(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) ->
     return factor / divisor, None
 
 
-def _divided(y: Tensor, divisor: Tensor | None) -> Tensor:
+def divided(y: Tensor, divisor: Tensor | None) -> Tensor:
     """The quotient; with a divisor of 0 it is NaN and has no gradient."""
     if divisor is None:
         return y
@@ -196,7 +220,7 @@ def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, return_stats: bool
     return of_chunk
 
 
-def _loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) -> Tensor:
+def loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) -> Tensor:
     """The loss of each token from its log-probability and its lse."""
     logprob, _, lse = found
     counts, y = counted(target, loss), -logprob
