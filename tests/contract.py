@@ -18,7 +18,7 @@ import torch
 import onlinesoftmax as osm
 from onlinesoftmax.core.arrays import Array, namespace
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import Operand, Operation, accumulator_dtype
+from onlinesoftmax.core.declaration import Operand, Operation, accumulator_dtype
 from onlinesoftmax.core.options import PLAIN, Functions, ScoreOptions, bits, causal_mask, scores, softcap_slope
 from onlinesoftmax.core.task import Choice, output_shape
 from onlinesoftmax.lab import verify as verification

@@ -15,7 +15,7 @@ import torch
 
 from contract import CASES, DECLARED, DEVICE, DTYPES, FORMS, GPU, LONG, PLANS, Case, Form, forms_of, name_of, run_case
 from onlinesoftmax import PlanError
-from onlinesoftmax.core.operations import Operation
+from onlinesoftmax.core.declaration import Operation
 from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.planner.strategies import FOR_JAX
 

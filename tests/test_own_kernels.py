@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels of sparsemax are Triton kernel
 import onlinesoftmax as osm
 from contract import CASES, DEVICE, DTYPES, GPU, Case, Form, forms_of, name_of, run_case
 from onlinesoftmax.core.call import Call, Settings
-from onlinesoftmax.core.operations import Operation
+from onlinesoftmax.core.declaration import Operation
 from onlinesoftmax.core.options import ScoreOptions
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.kernels import registry

@@ -12,7 +12,7 @@ import numpy as np
 from .core.annotations import A, Backend, FullyMasked, LossOptions, Reduction, Strategy
 from .core.arrays import Array, check_no_jax
 from .core.call import Call, Settings
-from .core.operations import Operation
+from .core.declaration import Operation
 from .core.options import ScoreOptions, checked_options
 from .core.task import Choice
 from .numpy import run as numpy_run

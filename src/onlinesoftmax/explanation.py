@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from .core.arrays import array_kind, broadcasts, dtype_name
+from .core.declaration import Operation
 from .core.device import Device, known
-from .core.operations import Operation
 from .core.options import PLAIN, SCORE_OPTIONS, ScoreOptions, check_one_per_row, checked_options
 from .core.problem import Problem
 from .core.task import (

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from onlinesoftmax.core.arrays import Array
+from onlinesoftmax.core.declaration import ALL_OPTIONS, DY, OPTIONS_OF_GRADIENTS, Operation, Output, X
 from onlinesoftmax.core.formulas import Formula
-from onlinesoftmax.core.operations import ALL_OPTIONS, DY, OPTIONS_OF_GRADIENTS, Operation, Output, X
 
 KERNELS = "sparsemax.kernels"
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .arrays import Array
-from .operations import Operation
+from .declaration import Operation
 from .options import PLAIN, ScoreOptions
 from .task import ANY, Choice, ColumnRange
 

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from .declaration import Operation, Output, accumulator_dtype, declared
 from .device import CACHE_LINE
-from .operations import Operation, Output, accumulator_dtype, declared
 from .options import SCORE_OPTIONS
 from .task import BYTES, ITEMSIZE, Task, WithFacts
 from .view import power_of_two_divisor

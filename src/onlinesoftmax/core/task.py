@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, NamedTuple
 
-from .operations import Accumulator, Operation, Output, ValueKind, accumulator_dtype
+from .declaration import Accumulator, Operation, Output, ValueKind, accumulator_dtype
 from .options import SCORE_OPTIONS, query_axis
 from .view import View, contiguous_view, power_of_two_divisor, row_view, rows_of
 

@@ -15,7 +15,7 @@ import torch
 
 from ..core.arguments import checked_dim
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS

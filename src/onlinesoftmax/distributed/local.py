@@ -12,7 +12,7 @@ import torch
 
 from ..core.arrays import namespace
 from ..core.call import NOTHING, Call, Settings
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
 from ..core.task import ANY, Choice, ColumnRange
 from ..ops import OPERATIONS

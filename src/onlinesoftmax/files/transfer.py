@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import Array
-from ..core.operations import accumulator_dtype
+from ..core.declaration import accumulator_dtype
 from ..core.state import State
 from ..core.task import ITEMSIZE
 from ..ops import OPERATIONS

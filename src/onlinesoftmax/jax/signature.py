@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..core.arrays import Array
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.options import PLAIN, ScoreOptions
 from ..core.task import ANY, Choice
 from ..ops import OPERATIONS

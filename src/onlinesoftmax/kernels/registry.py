@@ -8,7 +8,7 @@ import threading
 from functools import cache
 from types import ModuleType
 
-from ..core.operations import Operation
+from ..core.declaration import Operation
 
 BACKENDS = {
     "cuda": "onlinesoftmax.kernels.cuda",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.task import Task
 from ..planner.plan import Plan
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import Array, namespace
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.options import Functions, ScoreOptions, causal_mask, scores
 from ..core.state import State, shift
 from ..ops import OPERATIONS

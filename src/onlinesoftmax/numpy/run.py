@@ -12,7 +12,7 @@ import numpy as np
 from ..core.arguments import check_options, checked_dims
 from ..core.arrays import quiet
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS

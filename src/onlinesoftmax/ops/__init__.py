@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from . import log_softmax, logsumexp, softmax
 from .cross_entropy import declare as cross_entropy
 from .token_logprobs import declare as token_logprobs

@@ -12,8 +12,18 @@ import numpy as np
 
 from ..core import formulas
 from ..core.arrays import Array
+from ..core.declaration import (
+    ALL_OPTIONS,
+    DY,
+    OPTIONS_OF_GRADIENTS,
+    PRODUCT_SUM,
+    STATISTICS,
+    SUMS,
+    Operation,
+    Output,
+    X,
+)
 from ..core.formulas import Formula
-from ..core.operations import ALL_OPTIONS, DY, OPTIONS_OF_GRADIENTS, PRODUCT_SUM, STATISTICS, SUMS, Operation, Output, X
 
 
 def _log_softmax(xp: Any, x: Array, m: Array, l: Array, **_: Array) -> Array:

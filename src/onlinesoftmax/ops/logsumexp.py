@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..core import formulas
+from ..core.declaration import ALL_OPTIONS, STATISTICS, SUMS, Operand, Operation, Output, X
 from ..core.formulas import Formula
-from ..core.operations import ALL_OPTIONS, STATISTICS, SUMS, Operand, Operation, Output, X
 
 FORWARD = Operation(
     "logsumexp", (X,), SUMS, (Output("y", "row"), *STATISTICS), ALL_OPTIONS,

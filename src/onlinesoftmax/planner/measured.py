@@ -14,8 +14,8 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from ..core.cache import load_document, with_checksum
+from ..core.declaration import Operation
 from ..core.device import Device
-from ..core.operations import Operation
 from ..core.problem import Problem
 from ..ops import OPERATIONS
 from .table_check import FORMAT, check_table

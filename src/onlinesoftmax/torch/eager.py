@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..core.call import Call, Settings
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.options import Functions, ScoreOptions, causal_mask, scores
 from . import ops
 

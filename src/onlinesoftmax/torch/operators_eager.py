@@ -13,7 +13,7 @@ import torch
 
 from ..core.arrays import namespace
 from ..core.call import NOTHING, Call
-from ..core.operations import Output
+from ..core.declaration import Output
 from ..kernels import registry
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.formulas import divisor

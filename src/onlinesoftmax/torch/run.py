@@ -14,7 +14,7 @@ import torch
 from ..core.arguments import checked_dim
 from ..core.arrays import advice
 from ..core.call import Call, Settings
-from ..core.operations import Operation
+from ..core.declaration import Operation
 from ..core.options import ScoreOptions
 from ..core.task import ANY, Choice
 from ..ops import OPERATIONS

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ...core.operations import Operand, Output
+from ...core.declaration import Operand, Output
 from ...core.options import SCORE_OPTIONS
 from ...core.task import MOST_PROCESSES
 from ...ops import OPERATIONS

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from ...core.arrays import Array
-from ...core.operations import Accumulator, Operation
+from ...core.declaration import Accumulator, Operation
 from ...ops import OPERATIONS
 from . import state
 from .state import State, Tiles

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ...core.operations import Operation, Output, ValueKind
+from ...core.declaration import Operation, Output, ValueKind
 from ...core.options import SCORE_OPTIONS, ScoreOptions
 from ...core.task import ITEMSIZE
 from ...ops import OPERATIONS

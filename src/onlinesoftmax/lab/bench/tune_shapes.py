@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
+from ...core.declaration import Operand, Operation
 from ...core.device import Device
-from ...core.operations import Operand, Operation
 from ...core.problem import Problem
 from ...core.task import ITEMSIZE, Flags, Task, task_of
 from ...core.view import View, contiguous_view, row_view

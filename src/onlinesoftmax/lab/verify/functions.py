@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ... import api
-from ...core.operations import Operation
+from ...core.declaration import Operation
 from .. import bridge
 
 Function = Callable[..., Any]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...core.accumulators import Argmax, PlainSum
-from ...core.operations import INEXACT_STATISTICS, STATE, SUMS, TARGET, Accumulator, Operand, Operation, Output, X
+from ...core.declaration import INEXACT_STATISTICS, STATE, SUMS, TARGET, Accumulator, Operand, Operation, Output, X
 from . import formulas
 
 CLASSES = (

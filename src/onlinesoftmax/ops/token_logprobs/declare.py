@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.operations import ALL_OPTIONS, INEXACT_STATISTICS, STATE, SUMS, TARGET, Operand, Operation, Output, X
+from ...core.declaration import ALL_OPTIONS, INEXACT_STATISTICS, STATE, SUMS, TARGET, Operand, Operation, Output, X
 from . import formulas
 
 FORWARD = Operation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.operations import Operation
+from ...core.declaration import Operation
 from ...kernels.cuda.strategy.cluster.proposals import cluster
 from ...kernels.cuda.strategy.grid.proposals import grid
 from ...kernels.cuda.strategy.looped.proposals import looped
