@@ -25,7 +25,7 @@ from onlinesoftmax.core.options import ScoreOptions
 from onlinesoftmax.distributed import dtensor
 from onlinesoftmax.distributed.layout import layout_of
 from onlinesoftmax.torch.fast_path import PREPARED_CALLS
-from onlinesoftmax.torch.loss import Loss
+from onlinesoftmax.torch.loss_arguments import Loss
 
 Placements = tuple[Any, ...]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onlinesoftmax.torch import fast_path, losses
+from onlinesoftmax.torch import fast_path, loss_run
 
 
 @pytest.fixture(params=[{}, {"backend": "triton"}], ids=["default", "triton"])
@@ -29,7 +29,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The way of cacheable calls, whose launches are kept, and the general way."""
     request.getfixturevalue("cacheable")
     if request.param == "general":
-        monkeypatch.setattr(losses, "look_up", lambda *_: ((), None))
+        monkeypatch.setattr(loss_run, "look_up", lambda *_: ((), None))
     return str(request.param)
 
 

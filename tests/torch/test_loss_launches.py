@@ -16,8 +16,8 @@ from ways import HOW
 import onlinesoftmax as osm
 from contract import DEVICE, DTYPES, GPU, outliers
 from onlinesoftmax.core.call import Settings
-from onlinesoftmax.torch import losses, reductions
-from onlinesoftmax.torch.loss import Loss
+from onlinesoftmax.torch import loss_run, small_kernels
+from onlinesoftmax.torch.loss_arguments import Loss
 from onlinesoftmax.torch.loss_kernels import MOST_ROWS_IN_ONE_LAUNCH
 
 pytestmark = pytest.mark.usefixtures("cacheable")
@@ -29,7 +29,7 @@ def general(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def general(call: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(losses, "look_up", lambda *_: ((), None))
+            patch.setattr(loss_run, "look_up", lambda *_: ((), None))
             return call()
 
     return general
@@ -218,18 +218,18 @@ def test_numbers_that_are_tensors_may_change(reduction: str) -> None:
 @pytest.mark.parametrize("needs_gradient", [False, True])
 def test_a_reduction_is_prepared_for_each_alignment(needs_gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton specialises a kernel for the tensors that begin on 16 bytes, so other tensors need another launch."""
-    monkeypatch.setattr(reductions, "backend_for", lambda _: "triton")
+    monkeypatch.setattr(small_kernels, "backend_for", lambda _: "triton")
     x = torch.randn(5, 33, device=DEVICE, requires_grad=needs_gradient)
     targets = torch.randint(33, (7,), device=DEVICE)
     weights = torch.rand(35, device=DEVICE)
-    reductions._prepared.cache_clear()
+    small_kernels._prepared.cache_clear()
     launches = set()
     for target, weight in itertools.product((targets[:5], targets[1:6]), (weights[:33], weights[1:34])):
         want = functional.cross_entropy(x, target, weight)
         torch.testing.assert_close(osm.cross_entropy(x, target, weight, backend="triton"), want)
-        small = reductions.reducer(x, target, weight, Loss(Settings(1, x.dtype)), needs_gradient)
+        small = small_kernels.reducer(x, target, weight, Loss(Settings(1, x.dtype)), needs_gradient)
         assert small is not None
-        launches.add(reductions._prepared.cache_info().currsize)
+        launches.add(small_kernels._prepared.cache_info().currsize)
     # One launch more for each pair of alignments, and with a gradient one that adds the losses of all of them.
     assert launches == {number + needs_gradient for number in range(1, 5)}
 
@@ -247,7 +247,7 @@ SEGMENTS = 40001
 @pytest.mark.parametrize("rows", [1000, SEGMENTS, ROWS])
 def test_scalars_of_many_rows(rows: int, dtype: torch.dtype, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the float64 sum of our own losses; the same bits on every run, with and without a gradient."""
-    monkeypatch.setattr(reductions, "backend_for", lambda _: backend)
+    monkeypatch.setattr(small_kernels, "backend_for", lambda _: backend)
     x, target = torch.randn(rows, 33, device=DEVICE).to(dtype), some_targets(rows, classes=33)
     weight = torch.rand(33, device=DEVICE).to(dtype)
     for w, reduction in itertools.product((None, weight), ("mean", "sum")):

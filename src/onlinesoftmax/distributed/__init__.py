@@ -35,8 +35,8 @@ from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..torch.arguments import check_dtype, check_options, checked_numbers
-from ..torch.loss import Loss
-from ..torch.losses import without_ignored
+from ..torch.loss_arguments import Loss
+from ..torch.loss_run import without_ignored
 from ..torch.ops import accumulator_of
 from . import losses
 from . import softmax as _softmax

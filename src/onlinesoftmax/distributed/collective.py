@@ -3,7 +3,7 @@
     states     one kernel reads the shard, and writes the state of each row where it is sent from
     exchange   one all-gather of the states for each process group, and for each chunk of rows where they are many
     merge      one small kernel merges the states, and writes the results of each row (kernels/sharded.py)
-    total      one small kernel reduces the losses to a scalar (torch/reductions.py)
+    total      one small kernel reduces the losses to a scalar (torch/small_kernels.py)
     backward   one small kernel prepares the incoming gradients, and one reads the shard and writes its gradient
 
 Label smoothing adds one operation of PyTorch over the shard forward, and one backward.  Launches are prepared once for
@@ -21,7 +21,7 @@ from ..kernels.sharded import STATES, ShardedRows
 from ..ops import OPERATIONS
 from ..torch.ops import accumulator_of
 from ..torch.prepare import DTYPE_NAMES, Prepared, aligned, prepared
-from ..torch.reductions import prepared_sharded, total_after_losses
+from ..torch.small_kernels import prepared_sharded, total_after_losses
 from .exchange import Saved, apply_in_eager_mode
 from .local import Shard, call_of
 from .shards import Operands, ShardSignature, to_local_columns

@@ -4,7 +4,7 @@ If the softmax dimension is sharded, it calls the functions of `onlinesoftmax.di
 the ordinary function.  A result per element or per row is sharded as the input is.  If a row dimension is sharded, one
 more exchange adds the totals and the counts of a loss, so that every process has the mean over all rows.
 
-This module has the function names of torch/run.py and of torch/losses.py.
+This module has the function names of torch/run.py and of torch/loss_run.py.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..ops.cross_entropy.arguments import class_dim
-from ..torch import losses as whole_rows
+from ..torch import loss_run as whole_rows
 from ..torch import run as torch_run
 from ..torch.arguments import check_options, checked_loss
-from ..torch.loss import Loss
+from ..torch.loss_arguments import Loss
 from ..torch.ops import accumulator_of
 from . import losses
 from .layout import MeshLayout, compare, layout_of, local_of, without_partial_sums

@@ -14,8 +14,8 @@ from ..core.options import PLAIN
 from ..core.processes import gathered
 from ..torch import eager
 from ..torch.arguments import check_first_derivative, check_index, check_weight
-from ..torch.loss import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
-from ..torch.losses import result_dtype
+from ..torch.loss_arguments import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
+from ..torch.loss_run import result_dtype
 from ..torch.ops import accumulator_of
 from .fast_path import run_if_possible
 from .general import statistics
@@ -71,7 +71,7 @@ def cross_entropy(
 def weight_of_mean(
     x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, row_groups: tuple[Any, ...]
 ) -> Tensor | None:
-    """The weights of the rows of all groups, as torch.loss.scaled_weight has them for those of one process."""
+    """The weights of the rows of all groups, as `scaled_weight` of torch has them for those of one process."""
     if weight is None or not scales_weight(target, weight, loss):
         return weight
     wide = accumulator_of(x.dtype, weight.dtype)

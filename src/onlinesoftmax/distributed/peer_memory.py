@@ -23,7 +23,7 @@ from ..torch.arguments import check_first_derivative
 from ..torch.autograd import prepared_launch, prepared_recording
 from ..torch.loss_kernels import loss_numbers, reduced_with_gradient
 from ..torch.ops import accumulator_of
-from ..torch.reductions import reducer
+from ..torch.small_kernels import reducer
 from .local import Shard, call_of
 from .peers import with_a_column
 from .shards import Operands, ShardSignature

@@ -17,7 +17,7 @@ from ..core.options import PLAIN, ScoreOptions
 from ..core.processes import group_or_default
 from ..core.task import ANY, Choice
 from ..torch.fast_path import keep, new_cache
-from ..torch.loss import Loss
+from ..torch.loss_arguments import Loss
 
 Tensor = torch.Tensor
 

@@ -18,11 +18,11 @@ from ..core.annotations import FullyMasked, Reduction
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
-from . import losses
+from . import loss_run
 from .eager import scores
-from .losses import TokenLogprobs
+from .loss_run import TokenLogprobs
+from .loss_total import LossReduction
 from .prepare import Axis, AxisName, checked_input, is_complex, is_plain, options_of, rows_of
-from .reduced import LossReduction
 from .run import result
 
 if TYPE_CHECKING:
@@ -302,7 +302,7 @@ def cross_entropy(
     """
     options, numbers = options_of(scale, softcap, None, where), {"smoothing": label_smoothing, "z_loss": z_loss}
     choice, reduced = Choice(backend, strategy), LossReduction(reduction, ignore_index)
-    return losses.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
+    return loss_run.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 
 
 def token_logprobs(
@@ -352,7 +352,7 @@ def token_logprobs(
     """
     options = options_of(scale, softcap, None, where)
     choice = Choice(backend, strategy)
-    return losses.token_logprobs(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
+    return loss_run.token_logprobs(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
 
 
 def _elementwise(

@@ -13,11 +13,11 @@ from ..core.call import Call, Settings
 from ..core.options import ScoreOptions
 from ..core.task import ANY
 from ..ops import OPERATIONS
-from ..torch import loss_eager, operators_eager
+from ..torch import custom_op_eager, loss_eager
 from ..torch.gradients import outputs_of
-from ..torch.loss import Loss, counted
+from ..torch.loss_arguments import Loss, counted
 from ..torch.loss_kernels import loss_call
-from ..torch.losses import cross_entropy, why_not_kernels
+from ..torch.loss_run import cross_entropy, why_not_kernels
 
 Tensor = torch.Tensor
 
@@ -93,7 +93,7 @@ def gradient(
     call = Call(operation, z, settings, options, None, beside)
     if _kernels_run(z, target):
         return outputs_of(call._replace(out=z), ("y",))[0]
-    (dz,) = operators_eager.outputs_of(call, ("y",))
+    (dz,) = custom_op_eager.outputs_of(call, ("y",))
     # The formula multiplies NaN by 0 in a row without gradients; a kernel does not.
     nothing = (dlogprob == 0) & (dlse == 0) & (True if dentropy is None else dentropy == 0)
     return dz.masked_fill(nothing.unsqueeze(1), 0.0)

@@ -14,7 +14,7 @@ import torch
 from ..torch.arguments import check_first_derivative
 from ..torch.autograd import keeps_graph
 from ..torch.ops import accumulator_of
-from ..torch.reductions import scale_gradient
+from ..torch.small_kernels import scale_gradient
 from .plans import LinearPlan
 from .products import add_product, logits_of
 from .sharing import Sharing

@@ -126,7 +126,7 @@ def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None
 
 
 def checked_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> Loss:
-    """The checked call with these arguments; `fields` are those of `Loss` in torch/loss.py."""
+    """The checked call with these arguments; `fields` are those of `Loss` in torch/loss_arguments.py."""
     settings, ignore_index, reduction, smoothing, z_loss, options, inplace = fields
     if inplace:
         raise TypeError(f"{CROSS_ENTROPY}(): inplace_backward: a NumPy array has no gradient; pass a torch tensor")

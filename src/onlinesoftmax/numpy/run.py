@@ -53,7 +53,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
 
     Args:
         x, target, weight: The arrays.
-        fields: The fields of `Loss` in torch/loss.py.
+        fields: The fields of `Loss` in torch/loss_arguments.py.
         return_stats: Return the statistics too.
     """
     loss = checked_loss(x, target, weight, fields)

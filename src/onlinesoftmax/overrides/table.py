@@ -15,7 +15,7 @@ from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..ops import OPERATIONS
 from ..torch.arguments import autocasts, check_out_memory, checked_out, reduced_shape
-from ..torch.losses import why_not_kernels
+from ..torch.loss_run import why_not_kernels
 from ..torch.reasons import why_pytorch
 
 Arguments = dict[str, Any]

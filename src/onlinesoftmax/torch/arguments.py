@@ -20,7 +20,7 @@ from ..core.call import Call
 from ..core.options import ScoreOptions
 from ..ops import OPERATIONS
 from ..ops.cross_entropy import arguments as rules
-from .loss import Loss
+from .loss_arguments import Loss
 
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 """Types of the tensors that replace real tensors while a program is traced."""

@@ -20,7 +20,7 @@ from .fast_path import PREPARED_CALLS, keep, key_of
 from .gradients import gradient_call, gradients, is_traced, outputs_of, with_states
 from .prepare import operands_of, prepare
 from .recording import Recording, Tensors, outputs_to_keep, recording_of, save, split_tensors, with_tensors
-from .reductions import scale_gradient
+from .small_kernels import scale_gradient
 
 Tensor = torch.Tensor
 

@@ -16,7 +16,7 @@ from ..core.declaration import Operation
 from ..core.options import SCORE_OPTIONS, ScoreOptions
 from ..core.task import Choice, output_shape
 from ..ops import OPERATIONS
-from . import gradients, operators_eager
+from . import custom_op_eager, gradients
 from .namespace import NAMESPACE
 from .prepare import DTYPE_NAMES
 from .recording import Tensors, Wanted, recording_of, save, split_tensors, with_tensors
@@ -116,8 +116,8 @@ def _fake(call: Call, outputs: tuple[str, ...]) -> list[Tensor]:
 
 def _outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
     """The outputs of a call by a kernel, or by PyTorch's operations where no kernel takes the call."""
-    if operators_eager.takes(call):
-        return operators_eager.outputs_of(call, names)
+    if custom_op_eager.takes(call):
+        return custom_op_eager.outputs_of(call, names)
     return gradients.outputs_of(call, names)
 
 

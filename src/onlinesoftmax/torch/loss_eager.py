@@ -14,7 +14,7 @@ from torch.nn import functional
 from ..core.call import Call
 from ..core.options import PLAIN
 from . import eager, ops
-from .loss import Loss, count_of, counted, is_class, scaled_weight, scales_weight
+from .loss_arguments import Loss, count_of, counted, is_class, scaled_weight, scales_weight
 from .ops import accumulator_of
 
 Tensor = torch.Tensor

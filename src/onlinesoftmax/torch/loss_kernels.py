@@ -3,11 +3,11 @@
     reduced loss with a gradient     the loss kernel reads the logits once, and writes the losses and the gradient
     reduced loss without a gradient  the loss kernel reads the logits once, and writes the losses
                                      (a CUDA kernel writes the scalar itself where `scalar_output` allows it; elsewhere
-                                     the small kernels of reductions.py run before and after the loss kernel)
+                                     the kernels of small_kernels.py run before and after the loss kernel)
     losses of each row               forward saves the state (m, l) of each row: the maximum of the scores, and the sum
                                      of exp(score - m); backward reads the logits again
 
-losses.py calls this module where our kernels can run, and loss_eager.py elsewhere.
+loss_run.py calls this module where our kernels can run, and loss_eager.py elsewhere.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from .autograd import (
     results_of,
 )
 from .gradients import is_traced
-from .loss import Loss, is_class, scales_weight
+from .loss_arguments import Loss, is_class, scales_weight
 from .ops import accumulator_of
 from .prepare import backend_of
 from .recording import Recording
-from .reductions import Reducer, reducer, weight_scaler
+from .small_kernels import Reducer, reducer, weight_scaler
 
 Tensor = torch.Tensor
 

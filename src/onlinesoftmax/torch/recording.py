@@ -14,7 +14,7 @@ import torch
 from ..core.call import Call
 from ..core.options import PLAIN
 from ..ops import OPERATIONS
-from .loss import Loss
+from .loss_arguments import Loss
 from .ops import accumulator_of
 
 Tensor = torch.Tensor

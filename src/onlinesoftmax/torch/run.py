@@ -1,6 +1,6 @@
 """Which way a call on torch tensors goes: PyTorch's operation, our kernel, or our kernel with derivatives.
 
-losses.py has what is special about the operations with a target.
+loss_run.py has what is special about the operations with a target.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .arguments import (
     reduced_shape,
 )
 from .fast_path import PREPARED_CALLS, are_constant, keep, look_up
-from .losses import check_targets, check_tokens, cross_entropy, token_logprobs
+from .loss_run import check_targets, check_tokens, cross_entropy, token_logprobs
 from .prepare import run as run_kernel
 
 __all__ = ["check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]

@@ -29,7 +29,7 @@ LOSSES_REDUCED = tuple(
 
 If one of them is written, y is the gradient of that scalar, and the call has no dy.  The mean divides everything by the
 sum of the weights.  A caller with weights and z_loss scales the weights first, so that this sum is the number of rows
-that count (`scaled_weight` in torch/loss.py).
+that count (`scaled_weight` in torch/loss_arguments.py).
 """
 
 LARGEST = Output("largest", "row", "index", needs=("l", "largest"), on_request=True, exact=False)

@@ -17,7 +17,7 @@ from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
 from .arguments import is_batched
 from .gradients import is_traced
-from .loss import Loss, scaled, scaled_weight
+from .loss_arguments import Loss, scaled, scaled_weight
 from .ops import accumulator_of
 from .prepare import DTYPE_NAMES, aligned
 

@@ -17,7 +17,7 @@ from ..ops.cross_entropy.arguments import class_dim
 from ..ops.token_logprobs.arguments import checked_axis
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import loss_eager, loss_kernels, tokens, transformed
+from . import loss_eager, loss_kernels, several_tokens, transformed
 from .arguments import (
     TORCH,
     autocasts,
@@ -28,7 +28,7 @@ from .arguments import (
 )
 from .autograd import prepared_results, results_of
 from .fast_path import PREPARED_CALLS, are_constant, keep, look_up
-from .loss import (
+from .loss_arguments import (
     MOST_EXACT_INDEX,
     UNSIGNED,
     Loss,
@@ -119,7 +119,7 @@ def _log_probabilities(
     if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
         run: Callable[..., Any] = loss_eager.log_probabilities
     elif index.dim() == x.dim():
-        run, is_constant = tokens.log_probabilities, False
+        run, is_constant = several_tokens.log_probabilities, False
     elif is_constant and not choice.batch_invariant and index.is_contiguous() and index.dtype not in UNSIGNED:
         how = {"by_pytorch": loss_eager.log_probabilities_of}
         return keep(PREPARED_CALLS, key, prepared_results(call, results, **how))

@@ -14,11 +14,11 @@ from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..planner.plan import PlanError
-from . import custom_op, reduced
+from . import custom_op, loss_total
 from .eager import filled, logsumexp_of, scores, scores_at
 from .exchange import signed, whole_target
+from .loss_total import LossReduction
 from .prepare import Axis, Rows, as_array, axes_of, check_no_list, checked_input, rows_of
-from .reduced import LossReduction
 from .run import Numbers, call_on, results
 from .signature import Values
 
@@ -64,7 +64,7 @@ def cross_entropy(
     can_write = not rows.names and isinstance(rows.options.scale, float) and not _of_kept(rows, numbers)
     if rows.x.size and target is not None and reduction.kind != "none" and can_write:
         call, operands = call_on(rows, CROSS_ENTROPY, choice, target=target, numbers=numbers)
-        return reduced.total(reduction, call, operands, counted).astype(rows.dtype)
+        return loss_total.total(reduction, call, operands, counted).astype(rows.dtype)
     return reduction.of(_losses(rows, target, weights, counted, numbers, choice), counted).astype(rows.dtype)
 
 
@@ -156,7 +156,7 @@ def _of_columns(rows: Rows, columns: Array, m: Array, l: Array) -> Array:
 def _of_targets(rows: Rows, target: Array, numbers: Numbers, choice: Choice) -> Array:
     """The losses of rows with one true class each."""
     found = results(rows, CROSS_ENTROPY, choice, target=target, numbers=numbers)
-    return reduced.without_empty(rows.options, found["loss"], found["l"])
+    return loss_total.without_empty(rows.options, found["loss"], found["l"])
 
 
 def _of_weights(rows: Rows, weights: Array, numbers: Numbers) -> Array:
@@ -175,7 +175,7 @@ def _of_weights(rows: Rows, weights: Array, numbers: Numbers) -> Array:
     sums = jax.checkpoint(partial(_weighted_sums, options=rows.options, smoothing=smoothing))
     total, of_scores = rows.sum(sums(rows.x, rows.arrays, weights, m, _classes(rows) if smoothing else None))
     y = total * log_l - of_scores + (z_loss * (m + log_l) ** 2 if z_loss else 0)
-    return reduced.without_empty(rows.options, y, l)
+    return loss_total.without_empty(rows.options, y, l)
 
 
 def _classes(rows: Rows) -> Array:
