@@ -77,7 +77,7 @@ REPLACED = {
         ),
         "inline float clamp(float t)": "{ return t < -128 ? -128 : t > 128 ? 128 : t; }",
     },
-    "ops": {"inline float reciprocal(float l)": "{ return 1 / l; }"},
+    "formulas": {"inline float reciprocal(float l)": "{ return 1 / l; }"},
     # A barrier counts its phases, below the arrivals that are missing and those of a phase.  A copy ends at once.
     "barrier": {
         "inline unsigned shared_address(const void* at)": "{ return 0; }",

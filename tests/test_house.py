@@ -29,8 +29,9 @@ def name(path: Path) -> str:
 
 
 def may_name_operations(path: Path) -> bool:
-    """True for the rooms of the operations, and the `ops` file of a language: they hold what an operation means."""
-    return path.stem == "ops" or name(path).startswith("ops/")
+    """True for the rooms of the operations, and the `formulas` of a language: they hold what an operation means."""
+    of_language = path.stem == "formulas" and name(path).startswith(("kernels/", "torch/"))
+    return of_language or name(path).startswith("ops/")
 
 
 def is_kernel(node: ast.FunctionDef) -> bool:
@@ -79,8 +80,8 @@ def test_no_code_compares_with_the_name_of_an_operation(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", CUDA, ids=name)
-def test_no_cuda_file_but_ops_asks_which_operation_it_serves(path: Path) -> None:
-    if path.stem != "ops":
+def test_no_cuda_file_but_formulas_asks_which_operation_it_serves(path: Path) -> None:
+    if path.stem != "formulas":
         assert not re.findall(r"\bOp::\w+|\bOP\b", path.read_text())
 
 

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 
 from laws import Float64
-from onlinesoftmax.kernels.triton import ops, split, state
-from onlinesoftmax.kernels.triton.ops import OpConstants
+from onlinesoftmax.kernels.triton import formulas, split, state
+from onlinesoftmax.kernels.triton.formulas import OpConstants
 
 TritonState = tuple[torch.Tensor, ...]
 """m and the parts of the accumulators, each of shape (1,)."""
@@ -48,7 +48,7 @@ def _elements(x_ptr, first, offs, inside, OP: tl.constexpr):
 @triton.jit
 def _of(x_ptr, to, first, n, BLOCK: tl.constexpr, OP: tl.constexpr):
     offs = tl.arange(0, BLOCK)
-    m, sums = ops.reduce(_elements(x_ptr, first, offs, offs < n, OP), 0, OP)
+    m, sums = formulas.reduce(_elements(x_ptr, first, offs, offs < n, OP), 0, OP)
     _store(to, m, sums)
 
 
@@ -57,7 +57,7 @@ def _of_both(x_ptr, to, first, cut, n, BLOCK: tl.constexpr, OP: tl.constexpr):
     offs, one = tl.arange(0, BLOCK), tl.arange(0, 1)
     element = _elements(x_ptr, first, offs[None, :], offs[None, :] < cut, OP)
     more = _elements(x_ptr + cut, first + cut, offs[:, None], offs[:, None] < n - cut, OP)
-    m, sums = ops.reduce_both(element, 1, more, 0, OP)
+    m, sums = formulas.reduce_both(element, 1, more, 0, OP)
     tl.store(to[0] + one, m)
     for k in tl.static_range(len(sums)):
         tl.store(to[1 + k] + one, sums[k])
@@ -93,15 +93,15 @@ def _output(x_ptr, y_ptr, of_row, n, BLOCK: tl.constexpr, OP: tl.constexpr):
     offs = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + offs, mask=offs < n, other=-float("inf")).to(OP.acc)
     m, sums = _load(of_row)
-    y = ops.output(x, x, x == x, ops.row_constants(m, sums, (), n, OP), OP)
+    y = formulas.output(x, x, x == x, formulas.row_constants(m, sums, (), n, OP), OP)
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < n)
 
 
 @triton.jit
 def _row_outputs(lse_ptr, largest_ptr, of_row, OP: tl.constexpr):
     m, sums = _load(of_row)
-    tl.store(lse_ptr, ops.row_output(m, sums, (), 1, 0, OP))
-    tl.store(largest_ptr, ops.row_output(m, sums, (), 1, 1, OP))
+    tl.store(lse_ptr, formulas.row_output(m, sums, (), 1, 0, OP))
+    tl.store(largest_ptr, formulas.row_output(m, sums, (), 1, 1, OP))
 
 
 class TritonAlgebra:

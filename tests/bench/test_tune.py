@@ -20,7 +20,7 @@ from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels import registry
-from onlinesoftmax.kernels.cuda.strategy.grid.ring import SPECIAL_WARPS
+from onlinesoftmax.kernels.cuda.strategy.grid.ring_proposals import SPECIAL_WARPS
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.lab.bench import tune, tune_shapes
 from onlinesoftmax.planner import measured as measured_tables

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import onlinesoftmax as osm
 from distributed.processes import EAGER, agrees, device, random, same_everywhere
-from onlinesoftmax.distributed import peers
+from onlinesoftmax.distributed import mailboxes
 from onlinesoftmax.kernels.cuda.shard_mail import MAIL
 
 sharded = osm.distributed
@@ -281,7 +281,7 @@ def another_group() -> None:
         local = x[:, shards.first : shards.first + shards.cols]
         found = sharded.softmax(local, 1, group, shards=shards, **PEER)
         torch.testing.assert_close(found, x.softmax(1)[:, shards.first : shards.first + shards.cols])
-    assert peers.known_exchange(group) not in ("", peers.COLLECTIVE, peers.known_exchange(dist.group.WORLD))
+    assert mailboxes.known_exchange(group) not in ("", mailboxes.COLLECTIVE, mailboxes.known_exchange(dist.group.WORLD))
 
 
 CHECKS: tuple[Callable[[], None], ...] = (

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 import onlinesoftmax as osm
 import triton_interpreter
 from onlinesoftmax.core.processes import gathered
-from onlinesoftmax.distributed import peers
+from onlinesoftmax.distributed import mailboxes
 
 sharded = osm.distributed
 
@@ -135,7 +135,7 @@ def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: st
     else:
         how["timeout"] = timedelta(seconds=20)
     if exchange == "collective":
-        peers.MOST_PROCESSES = 1
+        mailboxes.MOST_PROCESSES = 1
     dist.init_process_group(backend, **how)
     check(cuts[rank], cuts[rank + 1])
     dist.destroy_process_group()

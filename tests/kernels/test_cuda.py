@@ -25,7 +25,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice, Task
 from onlinesoftmax.kernels import cuda
 from onlinesoftmax.kernels.cuda import compile, messages, params, source
-from onlinesoftmax.kernels.cuda.strategy.grid.ring import STREAM
+from onlinesoftmax.kernels.cuda.strategy.grid.ring_proposals import STREAM
 from onlinesoftmax.kernels.report import find_cuobjdump, occupancy
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
@@ -248,7 +248,11 @@ def test_a_bucket_is_compiled_once(ask: Ask, strategy: str, cols: int, near: int
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "name",
-    ["numeric/numbers", "numeric/state", "row/operands", "numeric/ops", "row/block_reduce", "row/slice", *PROPOSALS],
+    [
+        *(f"numeric/{file}" for file in ("numbers", "state", "formulas")),
+        *(f"row/{file}" for file in ("operands", "block_reduce", "slice")),
+        *PROPOSALS,
+    ],
 )
 def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
     strategy = name if name in PROPOSALS else "row"

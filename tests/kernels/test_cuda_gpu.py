@@ -17,7 +17,7 @@ from cuda_algebra import ALGEBRAS, CudaAlgebra
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda.strategy.grid.proposals import grid
-from onlinesoftmax.kernels.cuda.strategy.grid.ring import STREAM
+from onlinesoftmax.kernels.cuda.strategy.grid.ring_proposals import STREAM
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.lab.bench.tune_shapes import Shape, task
 from onlinesoftmax.planner.plan import priced

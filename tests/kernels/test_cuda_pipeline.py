@@ -17,7 +17,7 @@ import pytest
 from cuda_targets import Ask, a_task, expected, run, some_values
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.cuda.strategy.blocks import slice_tiles
-from onlinesoftmax.kernels.cuda.strategy.grid.ring import SPECIAL_WARPS
+from onlinesoftmax.kernels.cuda.strategy.grid.ring_proposals import SPECIAL_WARPS
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
 

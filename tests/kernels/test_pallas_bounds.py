@@ -23,8 +23,8 @@ from onlinesoftmax.jax import custom_op
 from onlinesoftmax.jax.signature import Signature
 from onlinesoftmax.kernels.pallas import looped, row, split
 from onlinesoftmax.kernels.pallas.bounds import PIECE_BYTES, SliceBounds, pieces_of
+from onlinesoftmax.kernels.pallas.formulas import Op
 from onlinesoftmax.kernels.pallas.operands import Operands, Tile
-from onlinesoftmax.kernels.pallas.ops import Op
 from onlinesoftmax.planner.plan import Plan
 
 H200 = known("h200")

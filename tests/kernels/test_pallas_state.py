@@ -16,11 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from laws import LAWS, Case, Float64, Law
-from onlinesoftmax.kernels.pallas import ops, state
+from onlinesoftmax.kernels.pallas import formulas, state
 
 
 class PallasAlgebra:
-    """The functions of kernels/pallas/state.py and ops.py: plain JAX, in a kernel or not.
+    """The functions of kernels/pallas/state.py and formulas.py: plain JAX, in a kernel or not.
 
     States have every sum that an operation can ask for: l, zl for the entropy, and wz, a plain sum, for smoothing.
     """
@@ -28,7 +28,7 @@ class PallasAlgebra:
     name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
     accumulators: Sequence[str] = ("weighted", "plain")
     # The score of the target, from which wz counts the scores, is 0.
-    op = ops.Op("cross_entropy", ("loss", "entropy"), numbers=(("smoothing", 0.5), ("z_loss", 0.0)))
+    op = formulas.Op("cross_entropy", ("loss", "entropy"), numbers=(("smoothing", 0.5), ("z_loss", 0.0)))
     op = op.at_target(jnp.int32(0), jnp.float32(0), 1)
 
     def array(self, values: Float64, dtype: str) -> Any:
@@ -68,7 +68,7 @@ class PallasAlgebra:
         return self._output("log_softmax", a, x)
 
     def _output(self, name: str, a: state.State, x: Any) -> Float64:
-        op, wide = ops.Op(name), x.astype(jnp.float32)[None]
+        op, wide = formulas.Op(name), x.astype(jnp.float32)[None]
         return self.numpy(op.output(wide, wide, op.row_constants(a)).astype(x.dtype))
 
 
@@ -111,12 +111,12 @@ def test_the_dtype_of_the_result_decides_whether_sums_are_exact(dtype: str) -> N
     x, mask, bias = (jnp.ones((2, 3), kind) for kind in (dtype, bool, "float32"))
     row, column = jnp.ones(2), jnp.zeros(2, int)
     calls = [
-        ops.Op.for_call("softmax", {"x": x}),
-        ops.Op.for_call("softmax", {"x": x, "mask": mask}),
-        ops.Op.for_call("softmax", {"x": x, "bias": bias}),
-        ops.Op.for_call("softmax_backward", {"x": x, "dy": x}),
-        ops.Op.for_call("logsumexp_backward", {"x": x, "mask": mask, "m": row, "l": row, "dy": row}),
-        ops.Op.for_call("token_logprobs", {"x": x, "mask": mask, "target": column}, ("y", "m", "l", "entropy")),
+        formulas.Op.for_call("softmax", {"x": x}),
+        formulas.Op.for_call("softmax", {"x": x, "mask": mask}),
+        formulas.Op.for_call("softmax", {"x": x, "bias": bias}),
+        formulas.Op.for_call("softmax_backward", {"x": x, "dy": x}),
+        formulas.Op.for_call("logsumexp_backward", {"x": x, "mask": mask, "m": row, "l": row, "dy": row}),
+        formulas.Op.for_call("token_logprobs", {"x": x, "mask": mask, "target": column}, ("y", "m", "l", "entropy")),
     ]
     assert [op.exact for op in calls] == [dtype == "float32"] * len(calls)
 
@@ -138,7 +138,7 @@ def test_lanes_merge_into_the_state_of_their_row() -> None:
 def test_tiles_of_a_slice_make_its_state(name: str, exact: bool, tiles: int, edges: tuple[int, ...]) -> None:
     tiles += len(edges)
     a, b = (np.random.default_rng(seed).normal(size=(tiles, 32)).astype(np.float32) * 5 for seed in (6, 7))
-    a, b, op = jnp.asarray(a), jnp.asarray(b), ops.Op(name, exact=exact)
+    a, b, op = jnp.asarray(a), jnp.asarray(b), formulas.Op(name, exact=exact)
     made = [lambda i=i: (a[i], b[i]) for i in edges]
     with jax.enable_x64(exact):
         found = op.of_tiles(

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from loss_formula import expected_loss
-from onlinesoftmax.torch import ops
+from onlinesoftmax.torch import formulas
 
 NARROW = [torch.float16, torch.bfloat16]
 
@@ -134,11 +134,11 @@ def test_logsumexp_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
-@pytest.mark.parametrize("cached", [ops.ELEMENTS_IN_CACHE, 1 << 14], ids=["whole", "in parts"])
+@pytest.mark.parametrize("cached", [formulas.ELEMENTS_IN_CACHE, 1 << 14], ids=["whole", "in parts"])
 def test_losses_of_16_bits_are_rounded_once(
     dtype: torch.dtype, options: dict[str, Any], cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ops, "ELEMENTS_IN_CACHE", cached)
+    monkeypatch.setattr(formulas, "ELEMENTS_IN_CACHE", cached)
     generator = torch.Generator().manual_seed(0)
     x, target = torch.randn(10000, 100, generator=generator).to(dtype), torch.randint(100, (10000,))
     weight = torch.rand(100, generator=generator)
@@ -161,8 +161,8 @@ def test_a_slice_that_is_larger_than_the_cache_is_converted_by_itself(monkeypatc
     of_slice = x[0].numel()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     for in_cache, rows in ((2 * of_slice, 2), (of_slice, 1), (of_slice - 1, 1), (1, 0), (3 * of_slice, 0)):
-        monkeypatch.setattr(ops, "ELEMENTS_IN_CACHE", in_cache)
-        assert ops.rows_at_a_time(x, torch.float32) == rows
+        monkeypatch.setattr(formulas, "ELEMENTS_IN_CACHE", in_cache)
+        assert formulas.rows_at_a_time(x, torch.float32) == rows
         want = functional.cross_entropy(x.double(), target)
         torch.testing.assert_close(osm.cross_entropy(x, target), want.bfloat16(), rtol=torch.finfo(x.dtype).eps, atol=0)
 
@@ -217,8 +217,8 @@ def test_derivatives_of_long_rows(name: str, monkeypatch: pytest.MonkeyPatch) ->
         return getattr(osm, name)(x, -1)
 
     want = {way: transform(ours, x) for way, transform in TRANSFORMS.items()}
-    monkeypatch.setattr(ops, "MOST_TERMS", {torch.float64: 1})
-    assert ops.is_long(x, -1)
+    monkeypatch.setattr(formulas, "MOST_TERMS", {torch.float64: 1})
+    assert formulas.is_long(x, -1)
     leaf = x.clone().requires_grad_()
     assert torch.autograd.gradcheck(ours, leaf, check_forward_ad=True)
     assert torch.autograd.gradgradcheck(ours, leaf)

@@ -35,13 +35,13 @@ from ..core.processes import group_or_default
 from ..core.task import Choice
 from ..ops import OPERATIONS
 from ..torch.arguments import check_dtype, check_options, checked_numbers
+from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import Loss
 from ..torch.loss_run import without_ignored
-from ..torch.ops import accumulator_of
 from . import losses
 from . import softmax as _softmax
 from .fast_path import look_up
-from .peers import checked_exchange
+from .mailboxes import checked_exchange
 from .shards import Operands, ShardedInput, Shards
 
 if TYPE_CHECKING:

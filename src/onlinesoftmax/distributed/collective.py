@@ -19,7 +19,7 @@ import torch
 from ..core.processes import gathered_flat, start_gathering
 from ..kernels.sharded import STATES, ShardedRows
 from ..ops import OPERATIONS
-from ..torch.ops import accumulator_of
+from ..torch.formulas import accumulator_of
 from ..torch.prepare import DTYPE_NAMES, Prepared, aligned, prepared
 from ..torch.small_kernels import prepared_sharded, total_after_losses
 from .exchange import Saved, apply_in_eager_mode

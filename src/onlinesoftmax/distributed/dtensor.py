@@ -23,8 +23,8 @@ from ..ops.cross_entropy.arguments import class_dim
 from ..torch import loss_run as whole_rows
 from ..torch import run as torch_run
 from ..torch.arguments import check_options, checked_loss
+from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import Loss
-from ..torch.ops import accumulator_of
 from . import losses
 from .layout import MeshLayout, compare, layout_of, local_of, without_partial_sums
 from .shards import ShardedInput

@@ -18,13 +18,13 @@ from ..core.task import ColumnRange
 from ..torch.arguments import autocasts
 from ..torch.fast_path import PREPARED_CALLS, keep
 from ..torch.fast_path import key_of as key_of_tensors
+from ..torch.formulas import PLAIN_TYPES
 from ..torch.loss_arguments import MOST_EXACT_INDEX
-from ..torch.ops import PLAIN_TYPES
 from ..torch.reasons import DTYPES
 from ..torch.small_kernels import backend_for
 from .collective import CollectiveLaunches
+from .mailboxes import COLLECTIVE, check_peer_memory, columns_of, is_plain, known_exchange
 from .peer_memory import PeerLaunches
-from .peers import COLLECTIVE, check_peer_memory, columns_of, is_plain, known_exchange
 from .shards import ANNOUNCEMENTS, Operands, ShardedInput, Shards, ShardSignature, agreed
 
 Tensor = torch.Tensor

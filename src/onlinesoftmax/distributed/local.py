@@ -19,7 +19,7 @@ from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import eager
 from ..torch.autograd import launch
-from ..torch.ops import accumulator_of
+from ..torch.formulas import accumulator_of
 from ..torch.reasons import why_pytorch
 from ..torch.run import with_autocast
 from .exchange import RowStates, Saved

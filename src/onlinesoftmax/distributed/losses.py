@@ -14,9 +14,9 @@ from ..core.options import PLAIN
 from ..core.processes import gathered
 from ..torch import eager
 from ..torch.arguments import check_first_derivative, check_index, check_weight
+from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
 from ..torch.loss_run import result_dtype
-from ..torch.ops import accumulator_of
 from .fast_path import run_if_possible
 from .general import statistics
 from .local import autocast_dtype

@@ -21,11 +21,11 @@ from ..core.task import ColumnRange
 from ..ops import OPERATIONS
 from ..torch.arguments import check_first_derivative
 from ..torch.autograd import prepared_launch, prepared_recording
+from ..torch.formulas import accumulator_of
 from ..torch.loss_kernels import loss_numbers, reduced_with_gradient
-from ..torch.ops import accumulator_of
 from ..torch.small_kernels import reducer
 from .local import Shard, call_of
-from .peers import with_a_column
+from .mailboxes import with_a_column
 from .shards import Operands, ShardSignature
 
 Tensor = torch.Tensor
@@ -126,7 +126,7 @@ def _no_second_derivative(*_: Any) -> Any:
 
 
 def _with_a_column(operands: Operands, dim: int) -> Operands:
-    """The tensors of a call; a shard without columns gets one (peers.py)."""
+    """The tensors of a call; a shard without columns gets one (mailboxes.py)."""
     if operands.x.shape[dim]:
         return operands
     return operands._replace(x=with_a_column(operands.x, dim), mask=None)

@@ -91,7 +91,7 @@ class ShardedInput(NamedTuple):
         options: Scale, softcap and mask of the scores; PLAIN where there is none.
         choice: What the caller forces of the local plan.
         shards: The local columns as the caller gives them; None where an exchange finds them.
-        exchange: How the caller wants states to be exchanged (peers.py); None for either way.
+        exchange: How the caller wants states to be exchanged (mailboxes.py); None for either way.
         key: Key of the prepared call (fast_path.py); () where it has none.
         announced: Key of the call in ANNOUNCEMENTS; () where it has none.
     """

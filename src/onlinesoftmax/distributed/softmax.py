@@ -17,11 +17,11 @@ from ..ops import OPERATIONS
 from ..torch import autograd, eager
 from ..torch.arguments import check_first_derivative
 from ..torch.fast_path import PREPARED_CALLS, keep
-from ..torch.ops import accumulator_of
+from ..torch.formulas import accumulator_of
 from .exchange import RowStates, merge
 from .fast_path import public_key
 from .local import Shard, autocast_dtype, probabilities, runs_kernels, states
-from .peers import columns_of, with_a_column
+from .mailboxes import columns_of, with_a_column
 from .shards import ShardedInput, shards_of
 
 Tensor = torch.Tensor

@@ -22,7 +22,7 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from ..core.arrays import Array
-from ..kernels.pallas.targets import COTANGENTS
+from ..kernels.pallas.loss_formulas import COTANGENTS
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
 from .eager import GRADIENT_OF, MASKED, scores

@@ -10,8 +10,8 @@ in the operand t, a change of the scores, and its outputs are the changes of the
 under the same names dy, dlse and dentropy.
 
 The results per row are made from states by the formulas in the rooms of the operations, and the gradients from the
-constants of kernels/pallas/targets.py.  Everything is computed with scores from which the maximum m is subtracted, so
-that large scores do not cancel.
+constants of kernels/pallas/loss_formulas.py.  Everything is computed with scores from which the maximum m is
+subtracted, so that large scores do not cancel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from ..core.arrays import Array, accumulator, namespace
 from ..core.options import Functions, ScoreOptions
 from ..core.options import scores as scores_of
-from ..kernels.pallas.targets import COTANGENTS, GRADIENTS
+from ..kernels.pallas.loss_formulas import COTANGENTS, GRADIENTS
 from ..ops import OPERATIONS
 from ..ops.reference import evaluate
 from .exchange import RowStates

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..core.arrays import Array, accumulator
 from ..core.options import softcap_slope
-from ..kernels.pallas.targets import GRADIENTS
+from ..kernels.pallas.loss_formulas import GRADIENTS
 from ..ops import OPERATIONS
 from .eager import FORMULAS, FUNCTIONS, MASKED, filled, masked, results_of, scores, scores_at
 from .exchange import RowStates, devices, local_target, merged

@@ -13,7 +13,7 @@ import torch
 
 from ..core.options import ScoreOptions
 from ..torch.arguments import check_first_derivative
-from ..torch.ops import accumulator_of
+from ..torch.formulas import accumulator_of
 from .plans import LinearPlan
 from .products import add_product, logits_of
 from .rows import Statistics, gradient, statistics

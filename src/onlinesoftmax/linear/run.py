@@ -14,9 +14,9 @@ from ..core.call import LossStatistics, Settings, TokenLogprobs
 from ..core.task import ANY
 from ..ops.cross_entropy.arguments import checked_numbers
 from ..torch.arguments import TORCH, check_dtype, check_weight, checked_number
+from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import Loss, count_of, counted, equals, is_class, scaled_weight, scales_weight, signed
 from ..torch.loss_run import statistics_of
-from ..torch.ops import accumulator_of
 from . import rows
 from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
 from .columns import LogProbabilities

@@ -13,7 +13,7 @@ import torch
 
 from ..torch.arguments import check_first_derivative
 from ..torch.autograd import keeps_graph
-from ..torch.ops import accumulator_of
+from ..torch.formulas import accumulator_of
 from ..torch.small_kernels import scale_gradient
 from .plans import LinearPlan
 from .products import add_product, logits_of

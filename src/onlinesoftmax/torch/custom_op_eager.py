@@ -1,7 +1,7 @@
 """The outputs of every operator by PyTorch's operations, for tensors that no kernel of ours takes.
 
 A program that was exported on a GPU names our operators, and runs on a CPU too.  Operations without a target use the
-formulas of ops.py, those with a target the table of ops/reference.py, in float64.
+formulas of formulas.py, those with a target the table of ops/reference.py, in float64.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..ops import OPERATIONS
 from ..ops.cross_entropy.formulas import divisor
 from ..ops.reference import evaluate, with_sums
 from . import eager
+from .formulas import accumulator_of
 from .gradients import score_gradient, slope_of, unmasked
-from .ops import accumulator_of
 from .prepare import DTYPE_NAMES, operands_of
 
 Tensor = torch.Tensor

@@ -14,7 +14,7 @@ import torch
 from ..core.call import Call, Settings
 from ..core.declaration import Operation
 from ..core.options import Functions, ScoreOptions, causal_mask, scores
-from . import ops
+from . import formulas
 
 FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~condition, number))
 """torch functions for the array formula of the scores (`core.options.scores`)."""
@@ -23,7 +23,7 @@ FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~co
 def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
     """The operation on a torch tensor by PyTorch itself, if only a dimension and keepdim are given."""
     if torch._C._len_torch_function_stack() or not _has_function(operation, x, dim):
-        return ops.result(operation.name, x, dim, keepdim)
+        return formulas.result(operation.name, x, dim, keepdim)
     function = getattr(torch, operation.name)
     return function(x, dim, keepdim) if operation.per_row else function(x, dim)
 
@@ -33,17 +33,17 @@ def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
     name, dim, dtype, keepdim = operation.name, settings.dim, settings.dtype, settings.keepdim
     z = x if dtype is None else x.to(dtype)
     if not _has_function(operation, z, dim):
-        return ops.result(name, z, dim, keepdim)
+        return formulas.result(name, z, dim, keepdim)
     if operation.per_row:
-        return ops.by_pytorch(name, z, dim, keepdim, out=out)
+        return formulas.by_pytorch(name, z, dim, keepdim, out=out)
     if out is None:
-        return ops.by_pytorch(name, x, dim, dtype)
-    return ops.by_pytorch(name, x, dim, dtype=dtype, out=out)
+        return formulas.by_pytorch(name, x, dim, dtype)
+    return formulas.by_pytorch(name, x, dim, dtype=dtype, out=out)
 
 
 def _has_function(operation: Operation, z: Any, dim: Any) -> bool:
     """True where PyTorch has the operation as one function, whose sums are right for this tensor."""
-    return operation.runs_on("eager") and not (ops.is_narrow(z) if operation.per_row else ops.is_long(z, dim))
+    return operation.runs_on("eager") and not (formulas.is_narrow(z) if operation.per_row else formulas.is_long(z, dim))
 
 
 def call_on_scores(call: Call) -> Any:
@@ -57,10 +57,10 @@ def call_on_scores(call: Call) -> Any:
     if choice.batch_invariant and z.dim() and z.numel() and not names_none:
         y = _invariant_logsumexp(z, dim, keepdim) if operation.per_row else invariant(operation.name, z, dim)
     else:
-        y = ops.result(operation.name, z, dim, keepdim)
+        y = formulas.result(operation.name, z, dim, keepdim)
     if fully_masked_rows is not None:
         fully_masked_rows = fully_masked_rows.squeeze(dim) if operation.per_row and not keepdim else fully_masked_rows
-        y = y.masked_fill(fully_masked_rows, ops.masked_result(operation.name))
+        y = y.masked_fill(fully_masked_rows, formulas.masked_result(operation.name))
     return y.to(dtype)
 
 
@@ -95,7 +95,7 @@ def invariant(name: str, z: Any, dim: int) -> Any:
 
     PyTorch's functions sum in an order that does not depend on it along the last dimension, and there alone.
     """
-    return ops.result(name, z.movedim(dim, -1), -1, False).movedim(-1, dim).contiguous()
+    return formulas.result(name, z.movedim(dim, -1), -1, False).movedim(-1, dim).contiguous()
 
 
 def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:

@@ -3,7 +3,7 @@
 There are two steps.  The operation's gradient gives the gradient with respect to the scores; the chain rule then gives
 the gradients with respect to the logits, the bias and the scale.  One kernel does both steps if neither the bias nor
 the scale needs a gradient.  If the gradient itself is to be differentiated, PyTorch operations compute the formulas of
-ops.py.
+formulas.py.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from ..core.call import Call
 from ..core.options import ScoreOptions, causal_mask, softcap_slope
 from ..ops import OPERATIONS
-from . import eager, ops
+from . import eager, formulas
 from .arguments import TRACED_TYPES, check_first_derivative
-from .ops import accumulator_of
+from .formulas import accumulator_of
 from .prepare import aligned, run
 from .recording import Tensors, Wanted, unread_statistics
 
@@ -169,17 +169,17 @@ def score_gradient(call: Call, saved: Tensors, dy: Tensor) -> Tensor:
     if operation.per_row and not call.settings.keepdim and like.dim():
         dy = dy.unsqueeze(dim)
     formula = saved_of(call, saved, wide)
-    dz = ops.score_gradient(operation.name, formula, dy)
+    dz = formulas.score_gradient(operation.name, formula, dy)
     # A masked element has no gradient, not even in a row that holds NaN.
     return dz if formula.unmasked is None else dz.masked_fill(~formula.unmasked, 0.0)
 
 
-def saved_of(call: Call, saved: Tensors, dtype: torch.dtype) -> ops.Saved:
-    """The tensors and settings that the formulas of ops.py read."""
+def saved_of(call: Call, saved: Tensors, dtype: torch.dtype) -> formulas.Saved:
+    """The tensors and settings that the formulas of formulas.py read."""
     operation, dim, options = call.operation, call.settings.dim, call.scores
     z = fully_masked_rows = None
     if "x" in operation.saved:
         z, fully_masked_rows = eager.scores_of(saved["x"], dim, options, dtype)
     y = saved["y"] if z is None else z
     mask = unmasked(options, y, dim)
-    return ops.Saved(y.to(dtype), z, mask, fully_masked_rows, options.zero, dim)
+    return formulas.Saved(y.to(dtype), z, mask, fully_masked_rows, options.zero, dim)

@@ -8,7 +8,7 @@ import torch
 
 from ..core.call import Settings
 from ..core.options import ScoreOptions
-from .ops import accumulator_of
+from .formulas import accumulator_of
 
 
 class Loss(NamedTuple):

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from ..core.call import Call
 from ..core.options import PLAIN
-from . import eager, ops
+from . import eager, formulas
+from .formulas import accumulator_of
 from .loss_arguments import Loss, count_of, counted, is_class, scaled_weight, scales_weight
-from .ops import accumulator_of
 
 Tensor = torch.Tensor
 
@@ -33,13 +33,13 @@ def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -
     It is computed in float32 or wider, and so is its gradient, which is rounded once.
     """
     wide = loss.wide(x)
-    if rows := ops.rows_at_a_time(x, wide):
+    if rows := formulas.rows_at_a_time(x, wide):
         of_row = loss._replace(reduction="none")
         parts = zip(x.split(rows), target.split(rows), strict=True)
         return reduced(torch.cat([pytorch_loss(*part, weight, of_row) for part in parts]), target, weight, loss)
     of_target = torch.promote_types(target.dtype, wide) if target.is_floating_point() else torch.int64
     # `to` takes the host a microsecond also where nothing changes.
-    y: Tensor = ops.call_pytorch(
+    y: Tensor = formulas.call_pytorch(
         functional.cross_entropy, x if x.dtype == wide else x.to(wide),
         target if target.dtype == of_target else target.to(of_target), None if weight is None else weight.to(wide),
         ignore_index=loss.ignore_index, reduction=loss.reduction, label_smoothing=loss.smoothing,
@@ -75,7 +75,7 @@ def is_right(x: Tensor, loss: Loss) -> bool:
     """True where PyTorch's own cross_entropy has all options of this loss, and sums its rows with small errors."""
     if loss.z_loss or loss.options or loss.settings.choice.batch_invariant:
         return False
-    return not ops.is_long(x, loss.dim, loss.wide(x))
+    return not formulas.is_long(x, loss.dim, loss.wide(x))
 
 
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:
@@ -91,7 +91,7 @@ def rows_of(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Ten
     """The loss of each row, in float32 (float64 in float64, and where the bits do not depend on the other rows)."""
     z, dim, separate = _scores(x, loss), loss.dim, loss.settings.choice.batch_invariant
     weight = None if weight is None else weight.to(z.dtype)
-    if separate or loss.mask is not None or ops.is_long(z, dim):
+    if separate or loss.mask is not None or formulas.is_long(z, dim):
         log_p = _log_p(z, dim, separate)
         y = _of_log_p(log_p, target, weight, loss)
     else:
@@ -113,7 +113,7 @@ def _of_log_p(log_p: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
         q = (1 - loss.smoothing) * target + spread
         # A class that is excluded counts only if the target has it: 0 * -inf would be NaN.
         return -(w * q * (log_p if kept is None else log_p.where(kept | (q != 0), 0.0))).sum(dim)
-    y: Tensor = ops.call_pytorch(
+    y: Tensor = formulas.call_pytorch(
         functional.nll_loss, log_p, target.long(), weight, ignore_index=loss.ignore_index, reduction="none"
     )
     if not loss.smoothing:
@@ -173,7 +173,7 @@ def _scores(x: Tensor, loss: Loss) -> Tensor:
 
 def _log_p(z: Tensor, dim: int, batch_invariant: bool) -> Tensor:
     """The log-probabilities of scores, with small errors at every length."""
-    log_p: Tensor = eager.invariant("log_softmax", z, dim) if batch_invariant else ops.exact_log_softmax(z, dim)
+    log_p: Tensor = eager.invariant("log_softmax", z, dim) if batch_invariant else formulas.exact_log_softmax(z, dim)
     return log_p
 
 

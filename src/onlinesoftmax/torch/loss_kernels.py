@@ -31,9 +31,9 @@ from .autograd import (
     record,
     results_of,
 )
+from .formulas import accumulator_of
 from .gradients import is_traced
 from .loss_arguments import Loss, is_class, scales_weight
-from .ops import accumulator_of
 from .prepare import backend_of
 from .recording import Recording
 from .small_kernels import Reducer, reducer, weight_scaler

@@ -20,7 +20,7 @@ from ..core.view import View, contiguous_strides, strides_of_rows
 from ..kernels import registry
 from ..kernels.request import Request
 from ..planner.plan import Plan
-from . import eager, ops
+from . import eager, formulas
 from .arguments import checked_out
 from .device import from_torch
 from .fast_path import PREPARED_CALLS, keep, key_of
@@ -272,7 +272,7 @@ def _for_empty_input(
     def run(x: torch.Tensor, out: torch.Tensor | None = None, _: Any = NOTHING) -> Any:
         y = eager.call(operation, x, settings, out)
         more = [
-            ops.of_empty_rows(name, output_shape(operation.output(name), x.shape, axis), wide, device)
+            formulas.of_empty_rows(name, output_shape(operation.output(name), x.shape, axis), wide, device)
             for name in outputs[1:]
         ]
         return (y, *more) if more else y

@@ -6,7 +6,7 @@ import torch
 
 from ..core.task import ITEMSIZE
 from ..kernels import registry
-from . import ops
+from . import formulas
 from .arguments import TRACED_TYPES
 
 DTYPES = tuple(getattr(torch, name) for name in ITEMSIZE)
@@ -41,7 +41,7 @@ def why_not_kernels(x: torch.Tensor, dtype: torch.dtype | None) -> str | None:
             return f"dtype must be one of {', '.join(ITEMSIZE)}, got {given}"
     if x.is_nested:
         return f"input is a nested tensor of layout {x.layout}, not a plain strided tensor"
-    if (type(x) not in ops.PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
+    if (type(x) not in formulas.PLAIN_TYPES and type(x).__name__ not in TRACED_TYPES) or x.layout != torch.strided:
         return f"input is a {type(x).__name__} of layout {x.layout}, not a plain strided tensor"
     if not torch.compiler.is_compiling() and x.is_neg():
         return "input is a lazily negated view; call resolve_neg() first"

@@ -14,8 +14,8 @@ import torch
 from ..core.call import Call
 from ..core.options import PLAIN
 from ..ops import OPERATIONS
+from .formulas import accumulator_of
 from .loss_arguments import Loss
-from .ops import accumulator_of
 
 Tensor = torch.Tensor
 
@@ -131,7 +131,7 @@ class Recording(NamedTuple):
         gradient: Function (call, saved, dys, wanted) that computes the gradients; None for the kernel of the gradient.
         by_pytorch: Function (recording, call) that computes the results by PyTorch's operations, by the names in `dys`.
             Autograd differentiates them if the gradient is itself to be differentiated.  With None, the formulas of
-            torch/ops.py serve instead; if `stores_gradient` is True, None makes such a derivative an error.
+            torch/formulas.py serve instead; if `stores_gradient` is True, None makes such a derivative an error.
         loss: Arguments of a cross-entropy that its call lacks.
         run: Function of the tensors that launches the prepared kernels; None for a call that is not prepared.
     """

@@ -19,7 +19,7 @@ from ..core.options import ScoreOptions
 from ..core.task import ANY, Choice
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
-from . import autograd, eager, gradients, ops, reasons, transformed
+from . import autograd, eager, formulas, gradients, reasons, transformed
 from .arguments import (
     autocasts,
     check_options,
@@ -151,7 +151,7 @@ for _operation in OPERATIONS.values():
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(x) not in ops.PLAIN_TYPES
+    return torch.compiler.is_compiling() or type(x) not in formulas.PLAIN_TYPES
 
 
 def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
@@ -197,7 +197,7 @@ def _by_pytorch(call: Call) -> torch.Tensor:
 def _check_out_of_pytorch(call: Call) -> None:
     """Check `out` where PyTorch's operations would resize it, or write it while they read the input."""
     operation, x, settings, out = call.operation, call.x, call.settings, call.out
-    if type(x) not in ops.PLAIN_TYPES or x.layout != torch.strided or x.is_meta or torch.compiler.is_compiling():
+    if type(x) not in formulas.PLAIN_TYPES or x.layout != torch.strided or x.is_meta or torch.compiler.is_compiling():
         return
     check_out_memory(call)
     shape, dims = tuple(x.shape), settings.dim if isinstance(settings.dim, tuple | list) else (settings.dim,)
@@ -221,7 +221,7 @@ def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) 
     if not operation.runs_on("eager"):
         return dtype
     element = torch.zeros(1, dtype=dtype, device=device_type)
-    result: torch.dtype = ops.by_pytorch(operation.name, element, 0).dtype
+    result: torch.dtype = formulas.by_pytorch(operation.name, element, 0).dtype
     return result
 
 

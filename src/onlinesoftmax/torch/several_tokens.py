@@ -16,10 +16,10 @@ from ..core.call import Call
 from ..core.options import ScoreOptions, scores, softcap_slope
 from . import eager
 from .autograd import launch, record
+from .formulas import accumulator_of
 from .gradients import gradient_call
 from .loss_arguments import is_class
 from .loss_eager import log_probabilities_of
-from .ops import accumulator_of
 from .recording import Recording, Tensors, Wanted, outputs_to_keep
 
 Tensor = torch.Tensor

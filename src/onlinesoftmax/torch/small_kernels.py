@@ -16,9 +16,9 @@ from ..kernels import registry
 from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
 from .arguments import is_batched
+from .formulas import accumulator_of
 from .gradients import is_traced
 from .loss_arguments import Loss, scaled, scaled_weight
-from .ops import accumulator_of
 from .prepare import DTYPE_NAMES, aligned
 
 Tensor = torch.Tensor

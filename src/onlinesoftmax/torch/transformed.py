@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from ..core.call import Call
-from . import ops
+from . import formulas
 from .autograd import Recorded
+from .formulas import accumulator_of
 from .gradients import outputs_of, saved_of, slope_of, unmasked
-from .ops import accumulator_of
 from .recording import Recording, recording_of, save, split_tensors, with_tensors
 
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ class Transformed(Recorded):
         mask = unmasked(options, x, dim)
         if mask is not None:
             dz = dz.masked_fill(~mask, 0.0)
-        tangent = ops.tangent(call.operation.name, saved_of(call, {"x": x, "y": y}, wide), dz)
+        tangent = formulas.tangent(call.operation.name, saved_of(call, {"x": x, "y": y}, wide), dz)
         if call.operation.per_row and not call.settings.keepdim and x.dim():
             tangent = tangent.squeeze(dim)
         return tangent.to(y.dtype)

@@ -2,14 +2,14 @@
 
 Reading order, by folder:
 
-- numeric/: element types, loads and stores (numbers.cuh), the recurrence (state.cuh), formulas of operations (ops.cuh).
+- numeric/: element types, loads and stores (numbers.cuh), the recurrence (state.cuh), the operations (formulas.cuh).
 - row/: the operands of a row and its scores (operands.cuh), merges of the states of lanes and warps (block_reduce.cuh),
   and the row pass: load, score, reduce and write the slice that a group of lanes holds (slice.cuh).
 - strategy/: a folder for each strategy, with its kernel and the blocks that it proposes to the planner.  `grid` has
   three kernels; two of them load through the ring of ring.cuh.
 - channel/: the words that travel.  channel.cuh has the units of a message.  team.cuh, mailboxes.cuh and team_board.cuh
-  serve the blocks of `grid`, cluster_states.cuh those of `cluster`, processes.cuh the GPUs that share rows, losses.cuh
-  a loss that is reduced to a scalar.
+  serve the blocks of `grid`, cluster_states.cuh those of `cluster`, processes.cuh the GPUs that share rows,
+  loss_words.cuh a loss that is reduced to a scalar.
 - pass/: what goes before or after the row pass: scalar_loss.cuh in the same launch, the others in their own.
 
 source.py, messages.py and params.py generate the constants and the parameters of a kernel.  docs/protocols.md has the

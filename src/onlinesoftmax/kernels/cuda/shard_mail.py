@@ -1,7 +1,7 @@
 """The mailboxes through which the GPUs of several processes exchange the states of their shards (processes.cuh).
 
 A process has mailboxes in the memory of its GPU, and knows the addresses at which its GPU reaches those of the others.
-distributed/peers.py makes them; a kernel finds them by their name, which is part of its task (`ColumnRange.mail`).
+distributed/mailboxes.py makes them; a kernel finds them by their name, which is part of its task (`ColumnRange.mail`).
 """
 
 from __future__ import annotations

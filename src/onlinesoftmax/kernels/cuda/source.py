@@ -41,10 +41,10 @@ from .params import (
     struct_text,
 )
 from .strategy.blocks import slice_chunks, slice_tiles
-from .strategy.grid.ring import PIPELINE, STREAM
+from .strategy.grid.ring_proposals import PIPELINE, STREAM
 
 FILES = (
-    "numeric/state", "channel/channel", "channel/states", "channel/losses", "row/operands", "numeric/ops",
+    "numeric/state", "channel/channel", "channel/state_words", "channel/loss_words", "row/operands", "numeric/formulas",
     "row/warp_shuffle", "row/block_reduce", "channel/processes", "row/slice", "pass/scalar_loss",
 )  # fmt: skip
 """Files that every kernel needs besides numeric/numbers, in the order of inclusion."""
@@ -264,7 +264,7 @@ def blocks(request: Request) -> int:
 
 
 def loss_mail_words(request: Request) -> int:
-    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (losses.cuh); else 0."""
+    """64-bit words of the mailboxes of a loss that is reduced to a scalar, as in LossMail (loss_words.cuh); else 0."""
     if not request.task.call_outputs:
         return 0
     rows = request.task.rows

@@ -8,8 +8,8 @@ from ...core.arrays import Array
 from ...core.options import PLAIN, ScoreOptions
 from ...planner.plan import Plan
 from ..registry import strategy_module
+from .formulas import Op
 from .operands import Operands
-from .ops import Op
 
 
 def run(

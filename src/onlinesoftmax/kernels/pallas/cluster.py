@@ -1,8 +1,8 @@
 """Strategy `cluster`: the blocks of a thread-block cluster hold one row, and read each other's states.
 
 These kernels are compiled by Mosaic GPU, not by Triton: bulk copies (TMA) move a slice of a row to shared memory and
-back.  Mosaic has no interpreter for clusters.  So the arithmetic stands in ops.py and state.py, and the division of a
-row in bounds.py, where it is tested on every machine; this file has the copies and the barriers.
+back.  Mosaic has no interpreter for clusters.  So the arithmetic stands in formulas.py and state.py, and the division
+of a row in bounds.py, where it is tested on every machine; this file has the copies and the barriers.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...core.arrays import Array
 from ...planner.plan import Plan
 from ...planner.strategies.pallas import CLUSTER_THREADS
 from .bounds import SliceBounds, pieces_of
+from .formulas import Op, RowConstants
 from .operands import Operands
-from .ops import Op, RowConstants
 from .state import State, Tiles
 
 WRITTEN_ELEMENTS = 32

@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 
 from ...core.arrays import Array
 from ...planner.plan import Plan
+from .formulas import RowConstants
 from .launch import launch
 from .operands import Operands, Tile
-from .ops import RowConstants
 from .state import State
 
 Loaded = tuple[Array, Array, Array]

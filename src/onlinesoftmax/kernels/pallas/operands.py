@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton as pltriton
 
 from ...core.arrays import Array, accumulator
 from ...core.options import Functions, ScoreOptions, scores, softcap_slope
-from .ops import Op, RowConstants
+from .formulas import Op, RowConstants
 from .state import State
 
 
@@ -187,7 +187,7 @@ class Operands(NamedTuple):
         return [tile._replace(inside=tile.inside & enabled)]
 
     def load(self, refs: tuple[Any, ...], tile: Tile) -> tuple[Array, Array, Array]:
-        """(a, b, kept) of a tile: the pairs of ops.py, and True where an element exists and no mask forbids it."""
+        """(a, b, kept) of a tile: the pairs of formulas.py, and True where an element exists and no mask forbids it."""
         x, *more = (
             pltriton.load(ref.at[tile.at], mask=tile.inside, other=0).astype(self.accumulator)
             for ref in refs[: self.op.inputs]

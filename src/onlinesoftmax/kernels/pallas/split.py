@@ -12,10 +12,10 @@ from jax.experimental.pallas import triton as pltriton
 
 from ...core.arrays import Array
 from ...planner.plan import Plan
+from .formulas import Op, RowConstants
 from .launch import launch
 from .looped import Place, state_of, tiles_of, write_tiles
 from .operands import Operands
-from .ops import Op, RowConstants
 from .state import State
 
 

@@ -1,8 +1,8 @@
 """The state in Pallas: the recurrence, written once for this language.
 
 A state is the maximum m of a slice of a row and one or more sums of w * exp(z - m) over its scores z.  The first sum
-is l, whose weight w is 1.  The functions here handle rescaled sums; `Op` in ops.py adds plain sums.  These functions
-obey the table of laws in tests/laws.py, which NumPy, torch, JAX, Triton and CUDA share.
+is l, whose weight w is 1.  The functions here handle rescaled sums; `Op` in formulas.py adds plain sums.  These
+functions obey the table of laws in tests/laws.py, which NumPy, torch, JAX, Triton and CUDA share.
 """
 
 from __future__ import annotations

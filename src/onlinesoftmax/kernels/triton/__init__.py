@@ -1,6 +1,6 @@
 """The `triton` backend: the strategies `row`, `looped`, `split` and `column` as Triton kernels.
 
-Read state.py, then ops.py, operands.py and tiles.py.  After them each strategy is one page.
+Read state.py, then formulas.py, operands.py and tiles.py.  After them each strategy is one page.
 """
 
 from __future__ import annotations

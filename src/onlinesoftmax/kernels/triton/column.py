@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import operands, ops, state
+from . import formulas, operands, state
 from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import strip
@@ -35,21 +35,21 @@ def column_kernel(
     inside = (col < cols)[:, None] & row_mask[None, :]
     element = operands.load(p, places, at, col[:, None], inside, OP, "")
     if len(OP.sums) > 0:
-        m, sums = ops.reduce(element, 0, OP)
+        m, sums = formulas.reduce(element, 0, OP)
         if not WHOLE:
             for i in range(1, tiles):
                 first = step * i
                 tile_inside = (col < cols - first)[:, None] & row_mask[None, :]
                 tile_at = operands.skip(p, places, at, first, OP)
                 tile = operands.load(p, places, tile_at, col[:, None], tile_inside, OP, "")
-                m_tile, sums_tile = ops.reduce(tile, 0, OP)
+                m_tile, sums_tile = formulas.reduce(tile, 0, OP)
                 m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
     else:
         m, sums = operands.given_state(p, places, outer, inner, row_mask, OP)
 
     operands.store_row_outputs(p, places, outer, inner, m, sums, row_values, cols, row_mask, OP, UNITS)
     if OP.writes_elements:
-        constants = operands.expand(ops.row_constants(m, sums, row_values, cols, OP), 0)
+        constants = operands.expand(formulas.row_constants(m, sums, row_values, cols, OP), 0)
         y_at = y_row[None, :] + (col.to(tl.int64) * places.y.col)[:, None]
         if WHOLE:
             y = operands.compute_output(p, places, at, col[:, None], element, constants, OP)

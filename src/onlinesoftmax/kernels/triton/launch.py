@@ -19,8 +19,8 @@ from ...core.accumulators import Accumulator, Argmax, PlainSum, ScaledSum
 from ...core.view import View, power_of_two_divisor
 from ..registry import LOADING
 from ..request import Request
+from .formulas import OpConstants
 from .operands import READ_FIELDS, TENSORS, Place, Places, Pointers, Units
-from .ops import OpConstants
 
 TL_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32, "float64": tl.float64}
 TORCH_DTYPES = {name: getattr(torch, name) for name in (*TL_DTYPES, "int32", "int64")}

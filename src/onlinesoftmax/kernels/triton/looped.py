@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import operands, ops, state
+from . import formulas, operands, state
 from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice
@@ -34,7 +34,7 @@ def looped_kernel(
     if len(OP.sums) > 0:
         m, sums = reduce_slice(p, places, at, length, OP, DEPTH, BLOCK)
         if VECTOR > 1:
-            m_edge, sums_edge = ops.reduce(edge, 0, OP)
+            m_edge, sums_edge = formulas.reduce(edge, 0, OP)
             m, sums = state.merge(m, sums, m_edge, sums_edge, OP)
     else:
         m, sums = operands.given_state(p, places, row, 0, None, OP)

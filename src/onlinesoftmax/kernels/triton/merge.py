@@ -12,8 +12,8 @@ import triton.language as tl
 from ...core.options import bits
 from ..sharded import FLOATS, INTEGERS, TENSORS, ShardedRows
 from . import state
+from .formulas import number
 from .launch import TL_DTYPES, Launch, Program
-from .ops import number
 
 BLOCK = 256
 """Rows of a program."""

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ...core.options import SCORE_OPTIONS
 from ...ops import OPERATIONS
-from . import ops, state
+from . import formulas, state
 
 OPERANDS = tuple(operand for operation in OPERATIONS.values() for operand in operation.operands)
 
@@ -147,7 +147,7 @@ def times_scale(p, at, x, OP: tl.constexpr):
         if p.scale.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
             x = x * scale
         else:
-            x = x * ops.number(p.scale, OP.acc)
+            x = x * formulas.number(p.scale, OP.acc)
     return x
 
 
@@ -158,7 +158,7 @@ def times_sign(p, at, x, OP: tl.constexpr):
         if p.scale.dtype.is_ptr():  # noqa: SIM108  Triton's ternary compiles both
             scale = at[4]
         else:
-            scale = ops.number(p.scale, OP.acc)
+            scale = formulas.number(p.scale, OP.acc)
         x = tl.where(scale < 0, -x, x)
     return x
 
@@ -204,7 +204,7 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
         kept = kept & (col < seen)
     if OP.scores:
         x = tl.load(p.x + x_at + wide * places.x.col, mask=kept, other=-float("inf"), eviction_policy=POLICY)
-        a = ops.score(times_scale(p, at, x.to(OP.acc), OP), p.softcap, OP.acc)
+        a = formulas.score(times_scale(p, at, x.to(OP.acc), OP), p.softcap, OP.acc)
         if p.bias is not None:
             a += tl.load(p.bias + bias_at + wide * places.bias.col, mask=kept, other=0.0).to(OP.acc)
     else:
@@ -230,10 +230,10 @@ def load(p, places, at, col, inside, OP: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def compute_output(p, places, at, col, element, constants, OP: tl.constexpr):
-    """The output for an element = (a, b, ...) of `load`, given the per-row constants of ops.row_constants."""
+    """The output for an element = (a, b, ...) of `load`, given the per-row constants of formulas.row_constants."""
     a, b, _, _ = element
     target = at[3]
-    return through_score(p, places, at, col, element, ops.output(a, b, col == target, constants, OP), OP)
+    return through_score(p, places, at, col, element, formulas.output(a, b, col == target, constants, OP), OP)
 
 
 @triton.jit
@@ -254,7 +254,7 @@ def through_score(p, places, at, col, element, y, OP: tl.constexpr):
             else:
                 logits = p.logits + logits_at + col.to(tl.int64) * places.logits.col
                 x = tl.load(logits, mask=kept, other=0.0).to(OP.acc)
-            slope = ops.softcap_slope(times_scale(p, at, x, OP), p.softcap, OP.acc)
+            slope = formulas.softcap_slope(times_scale(p, at, x, OP), p.softcap, OP.acc)
             # A row that counts for nothing may hold NaN.
             y = tl.where(y == 0.0, 0.0, y * slope)
         y = times_scale(p, at, y, OP)
@@ -313,7 +313,7 @@ def _row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
     # Hazard: if `ignored` came after the select below, Triton 3.6 could not compile 32-bit targets for some layouts.
     ignored = target < target
     if p.ignore_index is not None:
-        ignored = target == ops.number(p.ignore_index, tl.float64).to(tl.int64)
+        ignored = target == formulas.number(p.ignore_index, tl.float64).to(tl.int64)
     if mask is not None:
         target = tl.where(mask, target, -1)
     valid = (target >= 0) & (target < cols)
@@ -327,11 +327,11 @@ def _row_operands(p, places, at, row, inner, mask, cols, OP: tl.constexpr):
         entropy = row_value(p.entropy, places, places.entropy, row, inner, mask, OP.acc)
         dentropy = row_value(p.dentropy, places, places.dentropy, row, inner, mask, OP.acc)
     if p.smoothing is not None:
-        smoothing = ops.number(p.smoothing, OP.acc)
+        smoothing = formulas.number(p.smoothing, OP.acc)
     if p.weight_sum is not None:
-        total = ops.number(p.weight_sum, OP.acc)
+        total = formulas.number(p.weight_sum, OP.acc)
     if p.z_loss is not None:
-        z_loss = ops.number(p.z_loss, OP.acc)
+        z_loss = formulas.number(p.z_loss, OP.acc)
     return target, valid, ignored, z_target, w_target, dy, dlse, entropy, dentropy, smoothing, total, z_loss
 
 
@@ -349,7 +349,7 @@ def store_row_outputs(p, places, row, inner, m, sums, row_values, cols, mask, OP
         place = places[OP.row_fields[i]]
         pointer = p[OP.row_fields[i]]
         offset = row_offset(row, places.sizes, place, UNITS[OP.row_fields[i]]) + inner * place.adjacent_stride
-        value = ops.row_output(m, sums, row_values, cols, i, OP)
+        value = formulas.row_output(m, sums, row_values, cols, i, OP)
         tl.store(pointer + offset, value.to(pointer.dtype.element_ty), mask=mask)
 
 

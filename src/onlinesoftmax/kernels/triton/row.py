@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from . import operands, ops
+from . import formulas, operands
 from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import body, edges
@@ -69,13 +69,13 @@ def one_tile(
     if len(OP.sums) == 0:
         m, sums = operands.given_state(p, places, row, 0, row_mask, OP)
     elif VECTOR > 1:
-        m, sums = ops.reduce_both(element, 1, edge, 0, OP)
+        m, sums = formulas.reduce_both(element, 1, edge, 0, OP)
     else:
-        m, sums = ops.reduce(element, 1, OP)
+        m, sums = formulas.reduce(element, 1, OP)
 
     operands.store_row_outputs(p, places, row, 0, m, sums, row_values, cols, row_mask, OP, UNITS)
     if OP.writes_elements:
-        constants = ops.row_constants(m, sums, row_values, cols, OP)
+        constants = formulas.row_constants(m, sums, row_values, cols, OP)
         y = operands.compute_output(p, places, at, col[None, :], element, operands.expand(constants, 1), OP)
         y_at = p.y + y_body[:, None] + (col.to(tl.int64) * places.y.col)[None, :]
         tl.store(y_at, y.to(p.y.dtype.element_ty), mask=inside)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...planner.strategies import triton as proposals
-from . import operands, ops, state
+from . import formulas, operands, state
 from .launch import Launch, Program, TritonRequest
 from .operands import row_offset
 from .tiles import body, finish_edges, finish_tile, load_edges, reduce_slice, slice_bounds
@@ -32,7 +32,7 @@ def split_state_kernel(
     m, sums = reduce_slice(p, places, at, count, OP, DEPTH, BLOCK)
     if VECTOR > 1 and start == 0:
         edge = load_edges(p, places, row_at, head, length, cols, OP, VECTOR)
-        m_edge, sums_edge = ops.reduce(edge, 0, OP)
+        m_edge, sums_edge = formulas.reduce(edge, 0, OP)
         m, sums = state.merge(m, sums, m_edge, sums_edge, OP)
     store_state(states, pid, m, sums, OP)
 

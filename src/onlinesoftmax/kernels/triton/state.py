@@ -5,8 +5,8 @@ A state is the maximum m of a slice and a tuple `sums`, with the parts of each a
     zl           sum((z - m) * exp(z - m)): merges with the same factor as l; the entropy is log(l) - zl / l
     a plain sum  sum(w): merges by addition
     an argmax    two parts, the largest key (`key_of`) and its index: the smaller index of equal keys
-`OP.kinds[i]` is "scaled" for the first two, "plain", "key" or "index" (ops.OpConstants).  A tuple of one sum costs no
-more than a number: the loops over sums run in the compiler.
+`OP.kinds[i]` is "scaled" for the first two, "plain", "key" or "index" (formulas.OpConstants).  A tuple of one sum costs
+no more than a number: the loops over sums run in the compiler.
 
 zl counts scores from m, so a merge corrects it where m changes (`lowered`).  sum(z * exp(z - m)) would need no
 correction, but the entropy of large scores would be the difference of two large numbers, and would lose its digits.

@@ -7,7 +7,7 @@ widest loads and stores; head and tail, the edges, move element by element.  The
 import triton
 import triton.language as tl
 
-from . import operands, ops, state
+from . import formulas, operands, state
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def finish_edges(
 ):  # fmt: skip
     """Write the output of the head and the tail; `edge` is the result of `load_edges`."""
     col, inside = edges(tl.arange(0, 2 * VECTOR), head, length, cols, VECTOR)
-    constants = ops.row_constants(m, sums, row_values, cols, OP)
+    constants = formulas.row_constants(m, sums, row_values, cols, OP)
     y = operands.compute_output(p, places, at, col, edge, constants, OP)
     tl.store(y_row + col, y.to(y_row.dtype.element_ty), mask=inside)
 
@@ -79,7 +79,7 @@ def reduce_slice(p, places, at, length, OP: tl.constexpr, DEPTH: tl.constexpr, B
         element = operands.load(
             p, places, operands.skip(p, places, at, first, OP), col, col < length - first, OP, "evict_last"
         )
-        m_tile, sums_tile = ops.reduce(element, 0, OP)
+        m_tile, sums_tile = formulas.reduce(element, 0, OP)
         m, sums = state.merge(m, sums, m_tile, sums_tile, OP)
     return state.merge_all(m, sums, 0, OP)
 
@@ -91,7 +91,7 @@ def finish_tile(p, places, at, y_body, first, length, cols, m, sums, row_values,
     inside = col < length - first
     tile_at = operands.skip(p, places, at, first, OP)
     element = operands.load(p, places, tile_at, col, inside, OP, "evict_first")
-    constants = ops.row_constants(m, sums, row_values, cols, OP)
+    constants = formulas.row_constants(m, sums, row_values, cols, OP)
     y = operands.compute_output(p, places, tile_at, col, element, constants, OP)
     y_at = y_body + first * places.y.col + col.to(tl.int64) * places.y.col
     tl.store(y_at, y.to(y_body.dtype.element_ty), mask=inside, eviction_policy="evict_first")

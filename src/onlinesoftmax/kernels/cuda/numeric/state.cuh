@@ -30,7 +30,7 @@ template <class T, class U> __device__ inline Sums<T>& operator+=(Sums<T>& a, co
 template <class T> __device__ inline Sums<T> operator+(Sums<T> a, const Sums<T>& b) { return a += b; }
 
 // The accumulators of a state that are no sums.  Each has an identity, of which all bits are 0; of_element, merge and
-// finish; and WORDS, its number of words of 32 bits in a message (states.cuh).
+// finish; and WORDS, its number of words of 32 bits in a message (state_words.cuh).
 //
 // The index of the largest key, as torch.argmax has it: NaN is the largest, and of equal keys the smaller index wins.
 struct Argmax {

@@ -24,7 +24,7 @@ from ..blocks import (
     slice_tiles,
     state_bytes,
 )
-from .ring import PIPELINED_ROWS, no_ring, pipelines, streams
+from .ring_proposals import PIPELINED_ROWS, no_ring, pipelines, streams
 
 
 def grid(problem: Problem, device: Device) -> list[Proposal] | str:

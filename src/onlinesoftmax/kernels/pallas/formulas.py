@@ -9,7 +9,7 @@ The gradients of softmax and log_softmax need one plain sum over their row, the 
     log_softmax       factor * (dy - exp(y) dot)   dot = sum(dy)
 The other gradients are given the state (m, l) and do not reduce:
     logsumexp         t exp(z - m)                 t = factor * dy / l
-    with a target     the formula is in targets.py
+    with a target     the formula is in loss_formulas.py
 
 The state of an operation is the maximum m with the rescaled sums, followed by the plain sums.  An operation without
 rescaled sums has no m in its state.
@@ -28,8 +28,8 @@ from ...core.arrays import Array
 from ...core.declaration import Accumulator, Operation
 from ...ops import OPERATIONS
 from . import state
+from .loss_formulas import COTANGENTS, GRADIENTS, RESULTS, ROW_OPERANDS, Target
 from .state import State, Tiles
-from .targets import COTANGENTS, GRADIENTS, RESULTS, ROW_OPERANDS, Target
 
 
 class RowConstants(NamedTuple):
@@ -40,7 +40,7 @@ class RowConstants(NamedTuple):
         shift: Number that is subtracted before exp; None in a gradient that has no exp of scores.
         low: Rounding error of t, where the output would show it; else None.
         target: Column of the target; None, as the next three, in an operation without a target.
-        own, spread, slope: Constants of the gradients in targets.py; None for a spread or a slope of 0.
+        own, spread, slope: Constants of the gradients in loss_formulas.py; None for a spread or a slope of 0.
     """
 
     t: Array

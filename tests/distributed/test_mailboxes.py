@@ -13,7 +13,7 @@ import torch
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import ANY, Choice, ColumnRange
-from onlinesoftmax.distributed import fast_path, peers
+from onlinesoftmax.distributed import fast_path, mailboxes
 from onlinesoftmax.kernels.cuda.shard_mail import ShardMail, words_of_mail
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
@@ -71,20 +71,20 @@ def reachable(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """GPUs that reach each other; the list gets the bytes of the mailboxes that are made."""
     made: list[int] = []
 
-    def make(group: Any, device: Any, size: int) -> peers.Peers:
+    def make(group: Any, device: Any, size: int) -> mailboxes.Peers:
         made.append(size)
-        return peers.Peers(group, "", f"mail {len(made)}", size)
+        return mailboxes.Peers(group, "", f"mail {len(made)}", size)
 
-    monkeypatch.setattr(peers, "_PEERS", {})
-    monkeypatch.setattr(peers, "PLAIN_TYPES", (OnGpu,))
-    monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "")
-    monkeypatch.setattr(peers, "_make_mailboxes", make)
+    monkeypatch.setattr(mailboxes, "_PEERS", {})
+    monkeypatch.setattr(mailboxes, "PLAIN_TYPES", (OnGpu,))
+    monkeypatch.setattr(mailboxes, "_why_unreachable", lambda *_: "")
+    monkeypatch.setattr(mailboxes, "_make_mailboxes", make)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
 
 def part(x: Any, *groups: Any, choice: Choice = ANY, exchange: str | None = None) -> ColumnRange | None:
-    return peers.columns_of(groups or (a_group(2),), x, 1, 10, 100, exchange, choice)
+    return mailboxes.columns_of(groups or (a_group(2),), x, 1, 10, 100, exchange, choice)
 
 
 def test_the_part_of_a_shard(reachable: list[int]) -> None:
@@ -93,7 +93,7 @@ def test_the_part_of_a_shard(reachable: list[int]) -> None:
     # A shard without columns counts as one behind the last column.
     assert part(OnGpu(8, 0), group) == ColumnRange(100, 100, 1, 2, "mail 1")
     assert part(OnGpu(8, 90), group, exchange="collective") is None
-    assert reachable == [peers.LEAST_BYTES]
+    assert reachable == [mailboxes.LEAST_BYTES]
 
 
 def test_mailboxes_grow(reachable: list[int]) -> None:
@@ -101,7 +101,7 @@ def test_mailboxes_grow(reachable: list[int]) -> None:
     group = a_group(2)
     names = [part(OnGpu(rows, 90), group).mail for rows in (8, 4096, 100_000, 8)]  # type: ignore[union-attr]  a part
     assert names == ["mail 1", "mail 1", "mail 2", "mail 2"]
-    assert reachable[1] >= 8 * peers.words_of_mail(100_000 * 2 * peers.MESSAGE_WORDS[4])
+    assert reachable[1] >= 8 * mailboxes.words_of_mail(100_000 * 2 * mailboxes.MESSAGE_WORDS[4])
     assert part(OnGpu(8, 90), a_group(2)).mail == "mail 3"  # type: ignore[union-attr]  a part
 
 
@@ -133,7 +133,9 @@ def test_mailboxes_that_cannot_grow_serve_smaller_calls(reachable: list[int], mo
     """A failure to make larger ones is remembered, so that large calls do not try again and again."""
     group, tried = a_group(2), []
     assert part(OnGpu(8, 90), group) == ColumnRange(10, 100, 1, 2, "mail 1")
-    monkeypatch.setattr(peers, "_make_mailboxes", lambda g, *_: tried.append(g) or peers.Peers(g, "out of memory"))
+    monkeypatch.setattr(
+        mailboxes, "_make_mailboxes", lambda g, *_: tried.append(g) or mailboxes.Peers(g, "out of memory")
+    )
     for _ in range(2):
         assert part(OnGpu(100_000, 90), group) is None
         with pytest.raises(ValueError, match="out of memory"):
@@ -145,7 +147,7 @@ def test_mailboxes_that_cannot_grow_serve_smaller_calls(reachable: list[int], mo
 def test_a_captured_call_makes_no_mailboxes(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A captured call uses the mailboxes of an earlier one, and a collective if these are absent or too small."""
     group = a_group(2)
-    for made in ([], [peers.LEAST_BYTES]):
+    for made in ([], [mailboxes.LEAST_BYTES]):
         with monkeypatch.context() as capture:
             capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
             assert part(OnGpu(100_000, 90), group) is None
@@ -159,7 +161,9 @@ def test_a_captured_call_makes_no_mailboxes(reachable: list[int], monkeypatch: p
 def test_gpus_that_do_not_reach_each_other(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """The question is asked once for each group."""
     asked: list[str] = []
-    monkeypatch.setattr(peers, "_why_unreachable", lambda *_: asked.append("") or "the processes run on several hosts")
+    monkeypatch.setattr(
+        mailboxes, "_why_unreachable", lambda *_: asked.append("") or "the processes run on several hosts"
+    )
     group = a_group(2)
     assert part(OnGpu(8, 90), group) is None
     with pytest.raises(ValueError, match="several hosts"):
@@ -171,14 +175,14 @@ def test_gpus_that_do_not_reach_each_other(reachable: list[int], monkeypatch: py
 def test_the_key_of_a_call_knows_how_its_group_exchanges(reachable: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A group is unknown before its first call, in which all processes find out about it together."""
     near, far = a_group(2), SimpleNamespace(**vars(a_group(2)) | {"group_name": "far"})
-    assert peers.known_exchange(near) == peers.known_exchange(far) == ""
+    assert mailboxes.known_exchange(near) == mailboxes.known_exchange(far) == ""
     # A group of one process, or of more than mailboxes serve, never asks for them.
-    assert [peers.known_exchange(a_group(size)) for size in (1, peers.MOST_PROCESSES + 1)] == ["collective"] * 2
+    assert [mailboxes.known_exchange(a_group(size)) for size in (1, mailboxes.MOST_PROCESSES + 1)] == ["collective"] * 2
     part(OnGpu(8, 90), near)
-    assert peers.known_exchange(near) == "mail 1"
-    monkeypatch.setattr(peers, "_why_unreachable", lambda *_: "the processes run on several hosts")
+    assert mailboxes.known_exchange(near) == "mail 1"
+    monkeypatch.setattr(mailboxes, "_why_unreachable", lambda *_: "the processes run on several hosts")
     part(OnGpu(8, 90), far)
-    assert peers.known_exchange(far) == "collective"
+    assert mailboxes.known_exchange(far) == "collective"
 
 
 def test_a_repeated_softmax_takes_the_prepared_call(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,11 +297,11 @@ def test_launches_of_a_graph_wait_for_each_other_alone(streams: SimpleNamespace)
     ],
 )
 def test_what_processes_tell_each_other(told: list[list[int]], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.registry, "unavailable", lambda _: None)
+    monkeypatch.setattr(mailboxes.registry, "unavailable", lambda _: None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="a GPU"))
-    monkeypatch.setattr(peers, "gathered", lambda *_: torch.tensor(told))
-    monkeypatch.setattr(peers, "device_of_small_exchanges", lambda *_: "cpu")
-    found = peers._why_unreachable(a_group(2), torch.device("cuda", 0))
+    monkeypatch.setattr(mailboxes, "gathered", lambda *_: torch.tensor(told))
+    monkeypatch.setattr(mailboxes, "device_of_small_exchanges", lambda *_: "cpu")
+    found = mailboxes._why_unreachable(a_group(2), torch.device("cuda", 0))
     assert reason in found
     assert bool(found) == bool(reason)
 
@@ -309,7 +313,7 @@ def test_addresses_in_a_segment(monkeypatch: pytest.MonkeyPatch) -> None:
         handle = SimpleNamespace(buffer_ptrs=[4096, 8192], **offset)
         monkeypatch.setattr(symmetric, "rendezvous", lambda *_, handle=handle: handle)
         more = offset.get("offset", 0)
-        assert peers._rendezvous(torch.empty(0), a_group(2)) == (handle, [4096 + more, 8192 + more])
+        assert mailboxes._rendezvous(torch.empty(0), a_group(2)) == (handle, [4096 + more, 8192 + more])
 
 
 def test_mailboxes_that_are_made_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +322,7 @@ def test_mailboxes_that_are_made_in_inference_mode(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(symmetric, "empty", torch.empty)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     with torch.inference_mode():
-        memory = peers._allocate(torch.device("cpu"), 8 * words_of_mail(64))
+        memory = mailboxes._allocate(torch.device("cpu"), 8 * words_of_mail(64))
         mail = ShardMail([1 << 20, 1 << 21], memory, 1.0, None)
     mail.count_replays()
     assert memory.sum() == 32
@@ -332,11 +336,11 @@ def test_symmetric_memory_that_fails_is_a_reason(step: str, monkeypatch: pytest.
     def fails(*_: Any) -> Any:
         raise RuntimeError("no peer access")
 
-    monkeypatch.setattr(peers, "_allocate", lambda *_: None)
-    monkeypatch.setattr(peers, step, fails)
-    monkeypatch.setattr(peers, "gathered", lambda t, _: agreed.append(bool(t.any())) or t)
-    monkeypatch.setattr(peers, "device_of_small_exchanges", lambda *_: "cpu")
-    found = peers._make_mailboxes(a_group(2), torch.device("cuda", 0), 1 << 20)
+    monkeypatch.setattr(mailboxes, "_allocate", lambda *_: None)
+    monkeypatch.setattr(mailboxes, step, fails)
+    monkeypatch.setattr(mailboxes, "gathered", lambda t, _: agreed.append(bool(t.any())) or t)
+    monkeypatch.setattr(mailboxes, "device_of_small_exchanges", lambda *_: "cpu")
+    found = mailboxes._make_mailboxes(a_group(2), torch.device("cuda", 0), 1 << 20)
     assert found.reason == "PyTorch's symmetric memory failed: no peer access"
     assert not found.mail
     assert agreed == ([True] if step == "_allocate" else [False, True])

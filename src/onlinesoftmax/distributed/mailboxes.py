@@ -24,7 +24,7 @@ from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, ColumnRange
 from ..kernels import registry
 from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
 from ..planner.strategies import TABLE
-from ..torch.ops import PLAIN_TYPES
+from ..torch.formulas import PLAIN_TYPES
 from ..torch.prepare import DTYPE_NAMES
 from ..torch.reasons import DTYPES
 
