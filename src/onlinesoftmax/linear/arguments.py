@@ -9,6 +9,7 @@ import torch
 from ..core.options import checked_options
 from ..core.task import ITEMSIZE
 from ..torch.arguments import TORCH, check_constant, checked_number
+from ..torch.formulas import accumulator_of
 
 Tensor = torch.Tensor
 
@@ -107,6 +108,20 @@ def checked_memory(name: str, memory: Any) -> int | None:
     if found <= 0:
         raise ValueError(f"{name}(): memory must be a positive number of bytes, got {memory}")
     return found
+
+
+def checked_acc_dtype(name: str, acc_dtype: Any, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which the gradient of a weight of this dtype is added up; None is float32 or float64."""
+    wide = accumulator_of(dtype, dtype)
+    if acc_dtype is None:
+        return wide
+    if not isinstance(acc_dtype, torch.dtype):
+        raise TypeError(f"{name}(): argument 'acc_dtype' must be torch.dtype, not {type(acc_dtype).__name__}")
+    if acc_dtype == torch.float16:
+        raise ValueError(f"{name}(): acc_dtype=torch.float16 would overflow: its largest number is 65504")
+    if acc_dtype not in (dtype, wide):
+        raise ValueError(f"{name}(): acc_dtype must be {wide} or the dtype of the weight, {dtype}, got {acc_dtype}")
+    return acc_dtype
 
 
 def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:

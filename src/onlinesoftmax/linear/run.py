@@ -18,7 +18,7 @@ from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import Loss, count_of, counted, equals, is_class, scaled_weight, scales_weight, signed
 from ..torch.loss_run import statistics_of
 from . import rows
-from .arguments import Head, checked_head, checked_memory, checked_options_of, checked_per_token
+from .arguments import Head, checked_acc_dtype, checked_head, checked_memory, checked_options_of, checked_per_token
 from .columns import LogProbabilities
 from .plans import LinearPlan, plan_of, problem_of
 from .sharing import Sharing
@@ -34,7 +34,7 @@ Tensors = tuple[Any, Any, Any, Any]
 @torch.compiler.disable
 def cross_entropy(
     tensors: Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: torch.dtype | None,
-    return_stats: bool, memory: Any,
+    return_stats: bool, memory: Any, acc_dtype: Any,
 ) -> Any:  # fmt: skip
     """As `linear_cross_entropy`; `numbers` has reduction, ignore_index, label_smoothing, z_loss, scale and softcap."""
     name, (reduction, *given, scale, softcap) = "linear_cross_entropy", numbers
@@ -56,7 +56,9 @@ def cross_entropy(
         token_weight = checked_per_token(name, "token_weight", token_weight, head)
     factor, divisor = _factor(head, weight, loss, token_weight)
     whole_rows = soft or bool(loss.smoothing) or weight is not None or return_stats
-    plan = plan_for(name, head, checked_memory(name, memory), reduction == "none", whole_rows)
+    sum_dtype = checked_acc_dtype(name, acc_dtype, head.input.dtype)
+    in_place = sum_dtype.itemsize < wide.itemsize
+    plan = plan_for(name, head, checked_memory(name, memory), reduction == "none", whole_rows, in_place=in_place)
     stats: Any = ()
     inputs, of_row = (head.input, head.weight, head.bias), loss._replace(reduction="none")
     if plan.name == "columns" or plan.keeps:
@@ -64,7 +66,7 @@ def cross_entropy(
         y = y * factor if reduction == "none" else (y * factor).sum()
     else:
         skipped = None if soft else ~counted(of_target, loss)
-        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped, records(head))
+        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped, records(head), sum_dtype=sum_dtype)
         if reduction == "none":
             y, *stats = LaterFactor.apply(*inputs, work)
             y = y * factor
@@ -96,7 +98,7 @@ def token_logprobs(
 @torch.compiler.disable
 def token_loss(
     tensors: Tensors, loss: Callable[..., Any], per_token: tuple[Any, ...], numbers: tuple[Any, ...], memory: Any,
-    sharing: Sharing | None = None,
+    sharing: Sharing | None = None, acc_dtype: Any = None,
 ) -> Tensor:  # fmt: skip
     """As `linear_token_loss`; `numbers` has reduction, ignore_index, scale and softcap.
 
@@ -115,7 +117,9 @@ def token_loss(
     whole: Callable[[Tensor], Tensor] = _itself if sharing is None else sharing.over_tokens
     count = whole(counts.sum()) if reduction == "mean" else None
     factor, divisor = with_divisor(counts, count, head.input.dtype)
-    plan = plan_for(name, head, checked_memory(name, memory), sharing=sharing)
+    sum_dtype = checked_acc_dtype(name, acc_dtype, head.input.dtype)
+    in_place = sum_dtype.itemsize < counts.itemsize
+    plan = plan_for(name, head, checked_memory(name, memory), sharing=sharing, in_place=in_place)
     own_target = of_target if sharing is None else sharing.local(of_target)
 
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
@@ -149,7 +153,7 @@ def token_loss(
         dlse = torch.where(local < 0, dlse - dlogprob, dlse)
         return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, dlse, options)
 
-    work = Work(plan, of_chunk, ignored, records(head), sharing)
+    work = Work(plan, of_chunk, ignored, records(head), sharing, sum_dtype)
     total = divided(whole(KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]), divisor)
     return total if count is None else total + torch.where(count == 0, torch.nan, 0.0)
 
@@ -166,15 +170,15 @@ def records(head: Head) -> bool:
 
 def plan_for(
     name: str, head: Head, memory: int | None, each: bool = False, whole_rows: bool = False,
-    sharing: Sharing | None = None,
+    sharing: Sharing | None = None, in_place: bool = False,
 ) -> LinearPlan:  # fmt: skip
     """The plan of a call; arguments as for `problem_of`."""
     x, weight = head.input, head.weight
     tensors, records = (x, weight, head.bias), torch.is_grad_enabled()
-    of_input, of_weight, of_bias = (records and t is not None and t.requires_grad for t in tensors)
+    wanted: Any = tuple([records and t is not None and t.requires_grad for t in tensors])
     classes = len(weight) if sharing is None else sharing.largest
     sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
-    return plan_of(problem_of(name, sizes, dtype, (of_input, of_weight, of_bias), each, whole_rows), memory)
+    return plan_of(problem_of(name, sizes, dtype, wanted, each, whole_rows, in_place), memory)
 
 
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:

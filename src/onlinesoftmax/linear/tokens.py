@@ -45,6 +45,7 @@ class Work(NamedTuple):
         skipped: True for the tokens that count for nothing, whose input may hold NaN; None where all count.
         recorded: True where autograd records the call, so that gradients are wanted.
         sharing: The other processes that have classes; None where this one has all.
+        sum_dtype: Dtype in which several chunks add up the gradient of the weight; None for float32 or float64.
     """
 
     plan: LinearPlan
@@ -52,6 +53,7 @@ class Work(NamedTuple):
     skipped: Tensor | None
     recorded: bool
     sharing: Sharing | None = None
+    sum_dtype: torch.dtype | None = None
 
 
 def run(
@@ -65,12 +67,12 @@ def run(
         factor: Gradient of each token's first output; None for no gradients.
         wanted: Whether the gradients of input, weight and bias are wanted.
     """
-    plan, rows, skipped, _, sharing = work
+    plan, rows, skipped, _, sharing, sum_dtype = work
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
     wide = accumulator_of(x.dtype, x.dtype)
     # One product is rounded once by itself; in float16 a sum over all tokens could be infinite.
-    sum_dtype = weight.dtype if plan.chunks == 1 and weight.dtype != torch.float16 else wide
+    sum_dtype = weight.dtype if plan.name == "stored" and weight.dtype != torch.float16 else sum_dtype or wide
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
     dw = torch.empty(classes, hidden, dtype=sum_dtype, device=x.device) if of_weight else None
     db = torch.zeros(classes, dtype=wide, device=x.device) if of_bias else None

@@ -1,0 +1,228 @@
+"""Sizes, values, frozen tensors and mistakes that break other heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from heads import DEVICE, MEMORY, Tensor, expected, head, same_with_gradients
+from torch.nn import functional
+
+import onlinesoftmax as osm
+from onlinesoftmax.linear import tokens
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("plan", MEMORY)
+def test_an_ignored_token_may_hold_nan(plan: str, reduction: Any) -> None:
+    x, w, b, target = head()
+    clean, w2, _, _ = head()
+    with torch.no_grad():
+        x[1, 2] = torch.nan
+        clean[1, 2] = 0.0
+    ours = osm.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction, memory=MEMORY[plan])
+    theirs = osm.linear_cross_entropy(clean, w2, target, linear_bias=b, reduction=reduction, memory=MEMORY[plan])
+    torch.testing.assert_close(ours, theirs)
+    for a, c in zip(
+        torch.autograd.grad(ours.sum(), [x, w, b], retain_graph=True),
+        torch.autograd.grad(theirs.sum(), [clean, w2, b]),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, c)
+
+
+def test_an_ignored_nan_has_no_square_and_narrow_targets_select_their_class() -> None:
+    """z_loss squares the lse of the columns' statistics; 255 columns fit uint8, and 256 do not."""
+    x, w, b, target = head()
+    with torch.no_grad():
+        x[1, 2] = torch.nan
+    y = osm.linear_cross_entropy(x, w, target, linear_bias=b, z_loss=0.1, memory=MEMORY["columns"])
+    assert all(g.isfinite().all() for g in torch.autograd.grad(y, [x, w, b]))
+    x, w = (torch.randn(300, 3, dtype=torch.float64, device=DEVICE).requires_grad_() for _ in range(2))
+    narrow = (torch.arange(300, device=DEVICE) % 256).to(torch.uint8)
+    for memory in (None, 300 * 8 * 64 + 300 * 3 * 8):
+        ours = osm.linear_cross_entropy(x, w, narrow, memory=memory)
+        same_with_gradients(ours, functional.cross_entropy(x @ w.t(), narrow.long()), [x, w])
+
+
+def test_no_grad_computes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, target = head()
+    monkeypatch.setattr(tokens, "add_product", lambda *_: pytest.fail("a gradient is computed"))
+    with torch.no_grad():
+        assert not osm.linear_cross_entropy(x, w, target).requires_grad
+
+
+def test_a_frequent_class_does_not_overflow_float16() -> None:
+    x = torch.full((8192, 4), 12.0, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    w = torch.zeros(3, 4, device=DEVICE, dtype=torch.float16, requires_grad=True)
+    y = osm.linear_cross_entropy(x, w, torch.zeros(8192, dtype=torch.int64, device=DEVICE))
+    (dw,) = torch.autograd.grad(y, w)
+    torch.testing.assert_close(dw[:, 0].float(), torch.tensor([-8.0, 4.0, 4.0], device=DEVICE), rtol=1e-3, atol=0)
+
+
+def test_everything_ignored_is_nan_without_a_gradient() -> None:
+    x, w, b, target = head()
+    y = osm.linear_cross_entropy(x, w, torch.full_like(target, -100), linear_bias=b)
+    assert y.isnan()
+    assert all((g == 0).all() for g in torch.autograd.grad(y, [x, w, b]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+@pytest.mark.parametrize("classes", [1, 11])
+def test_small_sizes(count: int, classes: int) -> None:
+    x = torch.randn(count, 3, device=DEVICE, requires_grad=True)
+    w, target = (
+        torch.randn(classes, 3, device=DEVICE, requires_grad=True),
+        torch.zeros(count, dtype=torch.int64, device=DEVICE),
+    )
+    for reduction in ("mean", "sum", "none"):
+        y = osm.linear_cross_entropy(x, w, target, reduction=reduction)  # type: ignore[arg-type]
+        torch.testing.assert_close(y, functional.cross_entropy(x @ w.t(), target, reduction=reduction), equal_nan=True)
+        assert all(g.shape == t.shape for g, t in zip(torch.autograd.grad(y.sum(), [x, w]), (x, w), strict=True))
+    y = osm.linear_token_loss(x, w, target, lambda logprob, *_: -logprob)
+    torch.testing.assert_close(y, functional.cross_entropy(x @ w.t(), target), equal_nan=True)
+    assert osm.linear_token_logprobs(x, w, target).lse.shape == (count,)
+
+
+def test_frozen_tensors_cost_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, _, target = head()
+    made: list[tuple[int, ...]] = []
+    real = torch.mm
+
+    def counted(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
+        made.append(tuple(kwargs["out"].shape) if "out" in kwargs else ())
+        return real(a, b, **kwargs)
+
+    monkeypatch.setattr(torch, "mm", counted)
+    for frozen, count in (((), 2), ((0,), 1), ((1,), 2), ((0, 1), 1)):
+        made.clear()
+        tensors = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((x, w))]
+        y = osm.linear_cross_entropy(*tensors, target)
+        # The product for the gradient of the weight is an addmm.
+        assert len(made) == count
+        assert y.requires_grad == (len(frozen) < 2)
+
+
+def test_a_mean_in_float16_keeps_small_gradients() -> None:
+    """With a scaled loss, the gradient of a mean over many tokens is as exact as that of a sum."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (
+        (torch.randn(n, 8, generator=generator) / 3).to(DEVICE, torch.float16).requires_grad_() for n in (4096, 1000)
+    )
+    target = torch.randint(0, 10, (4096,), generator=generator).to(DEVICE)
+    # Classes that are no target: float16 has no number as small as 1 / 4096 of their probability.
+    bias = torch.where(torch.arange(1000, device=DEVICE) < 10, 0.0, -8.0).half()
+    leaf = w.detach().double().requires_grad_()
+    z = x.detach().double() @ leaf.t() + bias.double()
+    exact = torch.autograd.grad(functional.cross_entropy(z, target) * 1024.0, leaf)[0][10:]
+    losses = (
+        osm.linear_cross_entropy(x, w, target, linear_bias=bias),
+        osm.linear_token_loss(x, w, target, lambda logprob, *_: -logprob, linear_bias=bias),
+    )
+    for y in losses:
+        ours = torch.autograd.grad(y.float() * 1024.0, w)[0][10:]
+        assert (ours.double() - exact).norm() / exact.norm() < 1e-2
+    y = osm.linear_cross_entropy(x, w, torch.full_like(target, -100))
+    assert y.isnan()
+    assert all((g == 0).all() for g in torch.autograd.grad(y, [x, w]))
+
+
+def test_a_sum_in_bfloat16_takes_no_buffer_and_has_at_most_twice_the_error() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 64, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for n in (512, 100))
+    target = torch.randint(0, 100, (512,), generator=generator).to(DEVICE)
+    z = functional.linear(x, w).double().detach().requires_grad_()
+    (dz,) = torch.autograd.grad(functional.cross_entropy(z, target, reduction="sum"), z)
+    exact, quarter = dz.bfloat16().double().t() @ x.detach().double(), 128 * 100 * 2
+
+    def error(memory: int | None, acc_dtype: torch.dtype | None) -> float:
+        y = osm.linear_cross_entropy(x, w, target, reduction="sum", memory=memory, acc_dtype=acc_dtype)
+        (dw,) = torch.autograd.grad(y, w)
+        return ((dw.double() - exact).norm() / exact.norm()).item()
+
+    one, summed = error(None, None), error(quarter, torch.bfloat16)
+    assert error(quarter + 4 * w.numel(), None) <= 1.01 * one
+    assert 1.3 * one < summed <= 2 * one
+
+
+def test_two_losses_of_one_tied_weight_and_retained_graphs() -> None:
+    x, w, b, target = head()
+    for which in ("ours", "theirs"):
+        made = (
+            osm.linear_cross_entropy if which == "ours" else lambda x, w, t, linear_bias: expected(x, w, linear_bias, t)
+        )
+        y = made(x @ w.t() @ w, w, target, linear_bias=b) + 2 * made(x, w, target, linear_bias=b)
+        first = torch.autograd.grad(y, [x, w, b], retain_graph=True)
+        again = torch.autograd.grad(y, [x, w, b])
+        assert all(map(torch.equal, first, again))
+        if which == "ours":
+            found = first
+    for a, c in zip(found, first, strict=True):
+        torch.testing.assert_close(a, c)
+
+
+def test_what_cannot_be_differentiated_says_so() -> None:
+    x, w, _, target = head()
+    for y in (osm.linear_cross_entropy(x, w, target), osm.linear_token_logprobs(x, w, target.clamp(min=0)).lse.sum()):
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(y, x, create_graph=True)
+    y = osm.linear_cross_entropy(x, w, target)
+    y.backward()
+    with pytest.raises(RuntimeError, match="retain_graph=True"):
+        y.backward()
+
+
+def test_autocast_casts_as_linear_does() -> None:
+    x, w, b, target = head(torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours = osm.linear_cross_entropy(x, w, target, linear_bias=b)
+        theirs = functional.cross_entropy(functional.linear(x, w, b).flatten(0, 1).float(), target.flatten())
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert [g.dtype for g in torch.autograd.grad(ours, [x, w, b])] == [torch.float32] * 3
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "change"),
+    [
+        (TypeError, "argument 'linear_weight' must be Tensor", {"linear_weight": 3}),
+        (RuntimeError, "linear_weight must have shape", {"linear_weight": torch.zeros(11, 6)}),
+        (RuntimeError, "linear_bias must have shape", {"linear_bias": torch.zeros(10)}),
+        (RuntimeError, "linear_weight has the dtype", {"linear_weight": torch.zeros(11, 7).half()}),
+        (ValueError, "target has shape", {"target": torch.zeros(15, dtype=torch.int64)}),
+        (RuntimeError, "target must have an integer dtype", {"target": torch.zeros(3, 5, dtype=torch.bool)}),
+        (RuntimeError, "label_smoothing must be between", {"label_smoothing": 1.5}),
+        (ValueError, "not a valid value for reduction", {"reduction": "median"}),
+        (RuntimeError, "weight must have shape", {"weight": torch.zeros(3)}),
+        (ValueError, "token_weight has shape", {"token_weight": torch.zeros(15)}),
+        (RuntimeError, "token_weight requires a gradient", {"token_weight": torch.zeros(3, 5, requires_grad=True)}),
+        (RuntimeError, "target requires a gradient", {"target": torch.zeros(3, 5, 11, requires_grad=True)}),
+        (ValueError, "linear_weight has no elements", {"linear_weight": torch.zeros(0, 7)}),
+        (RuntimeError, "dtype must be floating point", {"dtype": torch.int64}),
+        (TypeError, "argument 'memory' must be int", {"memory": 1e9}),
+        (ValueError, "memory must be a positive number", {"memory": 0}),
+        (ValueError, "memory is 10 bytes, and one token", {"memory": 10}),
+        (TypeError, "argument 'acc_dtype' must be torch.dtype", {"acc_dtype": "float32"}),
+        (ValueError, "acc_dtype must be torch.float32 or the dtype of the weight", {"acc_dtype": torch.bfloat16}),
+        (ValueError, "acc_dtype=torch.float16 would overflow", {"acc_dtype": torch.float16}),
+        (TypeError, "scale must be a number", {"scale": torch.tensor(1.0)}),
+        (ValueError, "softcap must be", {"softcap": -1.0}),
+    ],
+)
+def test_mistakes(error: type[Exception], message: str, change: dict[str, Any]) -> None:
+    given: dict[str, Any] = {"input": torch.zeros(3, 5, 7), "linear_weight": torch.zeros(11, 7)}
+    given["target"] = torch.zeros(3, 5, dtype=torch.int64)
+    with pytest.raises(error, match=message):
+        osm.linear_cross_entropy(**{**given, **change})
+
+
+def test_a_loss_that_returns_something_else() -> None:
+    x, w, _, target = head()
+    for wrong in (lambda *_: 1.0, lambda logprob, *_: logprob.sum()):
+        with pytest.raises(ValueError, match="loss must return one number for each token"):
+            osm.linear_token_loss(x, w, target, wrong)
+    with pytest.raises(TypeError, match="'loss' must be a function"):
+        osm.linear_token_loss(x, w, target, None)  # type: ignore[arg-type]
