@@ -49,6 +49,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
         "distributed/__init__.py",
         "files/apply.py",
         "linear/__init__.py",
+        "sampling/__init__.py",
         "jax/functions.py",
     )
     return (public and (node.name in names or node.name == "__init__")) or where.startswith("cli/")

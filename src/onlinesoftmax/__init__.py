@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .ops import reference as reference
     from .overrides import override
     from .planner.plan import Plan, PlanError
+    from .sampling import sample, topk_logprobs
 
 __version__ = "0.1.0"
 
@@ -47,8 +48,10 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "override",
+    "sample",
     "softmax",
     "token_logprobs",
+    "topk_logprobs",
 ]
 
 _HOME = {
@@ -59,7 +62,9 @@ _HOME = {
     "linear_cross_entropy": "linear",
     "linear_token_logprobs": "linear",
     "linear_token_loss": "linear",
+    "sample": "sampling",
     "token_logprobs": "api",
+    "topk_logprobs": "sampling",
     "nn": "nn",
     "distributed": "distributed",
     "override": "overrides",

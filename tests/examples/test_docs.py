@@ -65,6 +65,7 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
         "numerics",
         "losses",
         "linear",
+        "sampling",
         "jax",
         "plans",
         "compiler",

@@ -1,0 +1,134 @@
+"""From logits to tokens: sampling with temperature, top-k, top-p and min-p, and the largest log-probabilities.
+
+    sample           a token of each row, with its log-probability
+    topk_logprobs    the k largest scores of each row with their log-probabilities, and the rank of a target
+
+order.py says which of equal scores is the larger, distribution.py what is kept, noise.py which token the noise prefers;
+run.py puts them together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from .results import Sampled, TopLogprobs
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Sampled", "TopLogprobs", "sample", "topk_logprobs"]
+
+
+def sample(
+    logits: Tensor, *, temperature: float | Tensor = 1.0, top_k: int | Tensor | None = None,
+    top_p: float | Tensor | None = None, min_p: float | Tensor | None = None, seed: int | Tensor | None = None,
+    offset: int | Tensor = 0, generator: torch.Generator | None = None, bias: Tensor | None = None,
+    mask: Tensor | None = None, softcap: float | None = None, ties: Literal["keep", "first"] = "keep",
+    top_logprobs: int = 0, logprobs: Literal["processed", "raw"] = "processed", dim: int = -1,
+) -> Sampled:  # fmt: skip
+    """Sample a token of each row from softmax(z / temperature), after the filters.
+
+    The scores are z = softcap * tanh(logits / softcap) + bias, and -inf where masked.  Of the tokens, top_k keeps those
+    with the k largest scores; of their probabilities, made to add up to 1, top_p keeps the smallest set of the largest
+    that adds up to p; min_p keeps those of at least min_p times the largest.  Tokens with equal scores are kept or left
+    out together, so the result does not depend on their order.
+
+    The token is the one with the largest z / temperature + noise, and the noise depends on the seed, the offset and the
+    token alone.  So a row gets the same token beside any other rows, whatever their parameters; and two equal rows with
+    one seed get the same token.  Each parameter is a number, or a tensor with one for each row on the device of the
+    logits.  No call waits for the GPU.
+
+    Args:
+        logits: Floating-point tensor of any shape and strides.
+        temperature: Divisor of the scores.  A row with 0 takes its largest score, the smaller token of equal ones.
+        top_k: Number of tokens to keep; None, 0, -1 or too many for all.
+        top_p: Part of the probability to keep; None, or 1 and more, for all.
+        min_p: Smallest probability to keep, as a part of the largest, from 0 to 1; None or 0 for all.
+        seed: Integer from 0 to 2^63 - 1.  None draws one for each row from `generator`.
+        offset: Which number of the seed's sequence: the position in the text, say.
+        generator: Generator of PyTorch, on the device of the logits; by default that of the device.
+        bias: Floating point, broadcasts to the shape of `logits`.
+        mask: Boolean, broadcasts to the shape of `logits`: True for the tokens that can be sampled.
+        softcap: Soft bound on the magnitude of the logits: a positive number.
+        ties: "keep" keeps all tokens that equal the last one that is kept; "first" keeps the smaller of them, so that
+            top_k keeps no more than k.
+        top_logprobs: Number of the largest log-probabilities to return.
+        logprobs: "processed" for the probabilities that are sampled from; "raw" for those of softmax(z).
+        dim: The dimension of the tokens.
+
+    Returns:
+        The named tuple `Sampled` (token, logprob, lse, kept, valid, top_tokens, top_logprobs).  A row that holds a NaN
+        or nothing but -inf is not valid, and changes no other row.  The tokens with +inf, where there are any, are
+        equally probable.
+
+    Raises:
+        TypeError, RuntimeError, ValueError, IndexError: an argument has the wrong type, dtype, device, shape or value.
+            The values of tensors are not read.
+
+    Source:
+        Gumbel noise: Maddison, Tarlow and Minka, "A* Sampling", 2014; its generator is Philox4x32-10.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[0.0, 3.0, 2.0, 1.0], [2.0, 2.0, 0.0, 0.0]])
+        >>> found = sample(logits, temperature=torch.tensor([0.7, 0.0]), top_k=2, seed=torch.tensor([7, 8]))
+        >>> found.token, found.kept
+        (tensor([1, 0]), tensor([2, 1]))
+    """
+    arguments, run = _modules()
+    x = arguments.checked_logits("sample", logits, dim, 1.0, softcap, bias, mask)
+    given = arguments.checked_parameters(x, temperature, top_k, top_p, min_p, ties)
+    raw = arguments.checked_choice("sample", "logprobs", logprobs, ("processed", "raw")) == "raw"
+    top = arguments.checked_count(x, "top_logprobs", top_logprobs, 0)
+    found: Sampled = run.sample(x, given, *arguments.checked_seeds(x, seed, offset, generator), raw, top)
+    return found
+
+
+def topk_logprobs(
+    logits: Tensor, k: int, *, target: Tensor | None = None, scale: float | Tensor = 1.0, softcap: float | None = None,
+    mask: Tensor | None = None, dim: int = -1,
+) -> TopLogprobs:  # fmt: skip
+    """The k largest scores of each row, their log-probabilities, and the log-probability and rank of a target.
+
+    Of equal scores, that of the smaller token is the larger.  Values, log-probabilities and lse are differentiable in
+    the logits.
+
+    Args:
+        logits: Floating-point tensor of any shape and strides.
+        k: Number of tokens, from 0 to those of a row.
+        target: A token of each row: integers in the shape of `logits` without `dim`.
+        scale, softcap, mask: As for `token_logprobs`.
+        dim: The dimension of the tokens.
+
+    Returns:
+        The named tuple `TopLogprobs` (values, indices, logprobs, target_logprob, target_rank, lse).
+
+    Raises:
+        TypeError, RuntimeError, ValueError, IndexError: as for `token_logprobs`; k is not a number of tokens.
+
+    Example:
+        >>> import torch
+        >>> found = topk_logprobs(torch.tensor([[0.0, 3.0, 1.0, 3.0]]), 2, target=torch.tensor([2]))
+        >>> found.indices, found.target_rank
+        (tensor([[1, 3]]), tensor([3]))
+    """
+    arguments, run = _modules()
+    x = arguments.checked_logits("topk_logprobs", logits, dim, scale, softcap, None, mask)
+    number = arguments.checked_count(x, "k", k, 0)
+    found: TopLogprobs = run.topk_logprobs(x, number, arguments.checked_target(x, target))
+    return found
+
+
+def _modules() -> tuple[Any, Any]:
+    """The modules that check the arguments and compute, which import torch."""
+    try:
+        from . import arguments, run
+
+        return arguments, run
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            "sampling needs torch, which is not installed: pip install 'onlinesoftmax[torch]'", name="torch"
+        ) from None

@@ -1,0 +1,136 @@
+"""The distribution that a token of each row is sampled from: temperature, then top_k, top_p and min_p.
+
+A filter keeps the tokens whose score reaches a threshold, so neither the order of a row nor the way in which it is cut
+matters.  No operation waits for the GPU: every parameter of a row is a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from .order import largest
+
+Tensor = torch.Tensor
+
+MASS_BITS = 40
+"""Bits behind the point of a mass, exp((z - m) / temperature).  Sums of whole numbers do not depend on their order, and
+so the set that top_p keeps does not.  The masses of 2^22 tokens fit into int64."""
+
+
+class Parameters(NamedTuple):
+    """Parameters of rows, (rows,) tensors: top_k int64, the others float32; None for a filter that is not given.
+
+    Attributes:
+        temperature: Divisor of the scores; 0 for the token with the largest score.
+        top_k: Number of tokens to keep; all where it is not positive.
+        top_p: Part of the probability to keep; all from 1 on.
+        min_p: Smallest probability to keep, as a part of the largest.
+        first: True to keep the smaller of the tokens that are equal at a threshold; False to keep them all.
+    """
+
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    first: bool
+
+    @property
+    def filters(self) -> bool:
+        """True where a filter is given."""
+        return not (self.top_k is None and self.top_p is None and self.min_p is None)
+
+    def of_rows(self, part: slice) -> Parameters:
+        """The parameters of some rows."""
+        k, p, least = (None if t is None else t[part] for t in (self.top_k, self.top_p, self.min_p))
+        return Parameters(self.temperature[part], k, p, least, self.first)
+
+
+class Distribution(NamedTuple):
+    """The distribution of each row, in float64.
+
+    Attributes:
+        tokens: Token ids, (rows, columns) int64: in the order of their scores if a filter is given.
+        z: Score of each token less the largest, (rows, columns).
+        kept: True for the tokens that can be sampled, (rows, columns).
+        m: Largest score, (rows, 1).
+        temperature: (rows, 1); 1 for a greedy row, which keeps one token.
+        log_sum: Logarithm of the sum of exp(z / temperature) over the kept tokens, (rows, 1).
+        valid: False for a row without a distribution, (rows, 1): it has a NaN or nothing but -inf, or its temperature
+            is no finite number from 0.
+    """
+
+    tokens: Tensor
+    z: Tensor
+    kept: Tensor
+    m: Tensor
+    temperature: Tensor
+    log_sum: Tensor
+    valid: Tensor
+
+
+def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
+    """The distribution of each row of scores (rows, columns)."""
+    temperature = given.temperature.double().unsqueeze(1)
+    m = scores.amax(1, keepdim=True).double()
+    valid, greedy = (m > -torch.inf) & (temperature >= 0) & (temperature < torch.inf), temperature == 0
+    temperature = temperature.masked_fill(greedy, 1.0)
+    places = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)
+    if given.filters:
+        tokens = largest(scores, scores.shape[1])
+        scores = scores.gather(1, tokens)
+    else:
+        tokens = places.expand_as(scores)
+    # The difference of two infinite scores would be NaN.
+    z = torch.where(scores == m, 0.0, scores - m)
+    masses, kept = masses_of(z, temperature), z > -torch.inf
+    if given.filters:
+        kept = places < _number_kept(z, masses, kept.sum(1, keepdim=True), given)
+    # torch.argmax gives the first of equal scores.
+    kept = torch.where(greedy, places == z.argmax(1, keepdim=True), kept)
+    return Distribution(tokens, z, kept, m, temperature, log_sum_of(masses.where(kept, 0)), valid)
+
+
+def masses_of(z: Tensor, temperature: Tensor | float) -> Tensor:
+    """The masses as whole numbers, int64; 0 for NaN, whose row is not valid."""
+    return ((z / temperature).exp() * 2.0**MASS_BITS).round().nan_to_num(0.0).long()
+
+
+def log_sum_of(masses: Tensor) -> Tensor:
+    """Logarithm of the sum of the masses of each row, (rows, 1) float64."""
+    return masses.sum(1, keepdim=True).double().log() - MASS_BITS * math.log(2.0)
+
+
+def _number_kept(z: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -> Tensor:
+    """How many of the tokens, which are in the order of their scores, each row keeps, (rows, 1).
+
+    Args:
+        z: Scores less the largest.
+        masses: As `masses_of` returns them.
+        finite: How many scores are above -inf, (rows, 1).
+        given: The parameters.
+    """
+    number = finite
+    if given.top_k is not None:
+        k = given.top_k.unsqueeze(1)
+        number = _with_ties(z, torch.where(k > 0, torch.minimum(k, finite), finite), given.first)
+    if given.top_p is not None:
+        p, sums = given.top_p.double().unsqueeze(1), masses.cumsum(1)
+        total = sums.gather(1, (number - 1).clamp(min=0))
+        wanted = torch.minimum((p * total).ceil().long(), total)
+        smallest = torch.minimum((sums < wanted).sum(1, keepdim=True) + 1, number)
+        number = torch.where(p < 1, _with_ties(z, smallest, given.first), number)
+    if given.min_p is not None:
+        p = given.min_p.double().unsqueeze(1)
+        # The largest score is kept whatever the parameter.
+        number = torch.minimum(number, (masses >= (p * 2.0**MASS_BITS).ceil()).sum(1, keepdim=True).clamp(min=1))
+    return number
+
+
+def _with_ties(z: Tensor, number: Tensor, first: bool) -> Tensor:
+    """The number of tokens, with those that equal the last one unless only the first are to be kept."""
+    if first:
+        return number
+    return (z >= z.gather(1, (number - 1).clamp(min=0))).sum(1, keepdim=True)

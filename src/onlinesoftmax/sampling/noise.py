@@ -1,0 +1,55 @@
+"""Gumbel noise of a token from (seed, offset, token id), by a counter-based generator: never from the place of a row.
+
+So the same row gets the same token in every batch and on every device, and a token keeps its noise when others are
+filtered out.  The generator is Philox4x32-10 (Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", 2011):
+
+    counter  (token id / 4, low half of offset, high half of offset, 0)
+    key      (low half of seed, high half of seed)
+    bits     word (token id mod 4) of the four results
+"""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+_GRID = 2.0**24
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """The four 32-bit words of Philox4x32-10; all words are int64 tensors from 0 to 2^32 - 1 that broadcast."""
+    (a, b, c, d), (low, high) = counter, key
+    for _ in range(_ROUNDS):
+        # A product has 64 bits, and wraps in int64.  The mask takes the sign off its upper half.
+        of_a, of_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (of_c >> 32 & _LOW) ^ b ^ low, of_c & _LOW, (of_a >> 32 & _LOW) ^ d ^ high, of_a & _LOW
+        low, high = low + _KEY_STEPS[0] & _LOW, high + _KEY_STEPS[1] & _LOW
+    return a, b, c, d
+
+
+def gumbel(seed: Tensor, offset: Tensor, tokens: int) -> Tensor:
+    """The noise of the tokens 0 to `tokens` - 1 of each row, (rows, tokens) float64.
+
+    Each is -log(-log(u)) for u = (bits + 1/2) / 2^32, rounded to a multiple of 2^-24, from -3.1 to 22.9.  The product
+    of such a number and a float32 temperature is exact in float64.  So a device that rounds it and one that fuses it
+    with an addition choose the same token, and so do two libraries whose logarithms differ in their last bits.
+
+    Args:
+        seed, offset: (rows,) int64.
+        tokens: Number of tokens.
+    """
+    blocks = torch.arange(-(-tokens // 4), device=seed.device)
+    (seed_low, seed_high), (low, high) = (_halves(t.unsqueeze(1)) for t in (seed, offset))
+    words = philox((blocks, low, high, torch.zeros_like(low)), (seed_low, seed_high))
+    u = (torch.stack(words, -1).flatten(1)[:, :tokens].double() + 0.5) * 2.0**-32
+    return (-(-u.log()).log() * _GRID).round() / _GRID
+
+
+def _halves(t: Tensor) -> tuple[Tensor, Tensor]:
+    return t & _LOW, t >> 32 & _LOW

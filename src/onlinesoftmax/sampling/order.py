@@ -1,0 +1,49 @@
+"""The largest scores of rows, ties by the smaller column: exact, and the same on every device."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+
+_LOW = 0xFFFFFFFF
+
+
+def largest(z: Tensor, k: int) -> Tensor:
+    """Columns of the k largest scores of each row, (rows, k) int64: by falling size, ties by the smaller column.
+
+    NaN counts as the largest score.
+
+    Args:
+        z: Scores (rows, columns), float32 or float64.
+        k: From 0 to the number of columns.
+    """
+    columns = z.shape[1]
+    if z.dtype == torch.float64 or columns > _LOW or k == columns:
+        return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
+    # torch.topk promises no order of equal numbers.  A score and its column in one integer are never equal to others.
+    keys = (_ordered(z).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
+    return _LOW - (keys.topk(k, -1).values & _LOW)
+
+
+def _ordered(z: Tensor) -> Tensor:
+    """int32 numbers in the order of float32 scores: 0 equals -0, and NaN is above all."""
+    bits = (z + 0.0).masked_fill(z.isnan(), torch.nan).view(torch.int32)
+    # The bits of a negative number grow with its magnitude.
+    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+
+
+def rank_of(z: Tensor, target: Tensor) -> Tensor:
+    """The place of a column of each row in the order of `largest`, from 1; 0 where the target is no column.
+
+    Args:
+        z: Scores (rows, columns).
+        target: A column of each row, (rows,) int64.
+    """
+    columns = torch.arange(z.shape[1], device=z.device)
+    inside = (target >= 0) & (target < z.shape[1])
+    at = target.where(inside, 0).unsqueeze(1)
+    own = z.gather(1, at)
+    above = (z > own) | (z.isnan() & ~own.isnan())
+    equal = (z == own) | (z.isnan() & own.isnan())
+    return ((above | (equal & (columns < at))).sum(1) + 1).where(inside, 0)

@@ -1,0 +1,51 @@
+"""The named tuples that sampling returns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Sampled(NamedTuple):
+    """A token of each row; every field has the shape of the rows, the top tokens one dimension more at the end.
+
+    Attributes:
+        token: Token id, int64; 0 where the row is not valid.
+        logprob: Logarithm of its probability, float32 (float64 for float64 logits); NaN where the row is not valid.
+        lse: Logsumexp of the scores that `logprob` refers to.
+        kept: Number of tokens that could be sampled, int64; 0 where the row is not valid.
+        valid: False for a row that holds NaN or nothing but -inf, or whose temperature is negative, infinite or NaN.
+        top_tokens, top_logprobs: The tokens with the largest scores and the logarithms of their probabilities, by
+            falling score; None unless they were asked for.
+    """
+
+    token: Tensor
+    logprob: Tensor
+    lse: Tensor
+    kept: Tensor
+    valid: Tensor
+    top_tokens: Tensor | None
+    top_logprobs: Tensor | None
+
+
+class TopLogprobs(NamedTuple):
+    """The largest scores of each row; those of the k tokens lie along the dimension of the tokens.
+
+    Attributes:
+        values: Scores, float32 (float64 for float64 logits), by falling size; NaN first; differentiable.
+        indices: Their tokens, int64; of equal scores, the smaller token first.
+        logprobs: Logarithms of their probabilities; differentiable.
+        target_logprob: Logarithm of the probability of the target, differentiable; None without a target.
+        target_rank: Place of the target in the order of all scores, from 1, int64; 0 where it is no token; None
+            without a target.
+        lse: Logsumexp of the scores; differentiable.
+    """
+
+    values: Tensor
+    indices: Tensor
+    logprobs: Tensor
+    target_logprob: Tensor | None
+    target_rank: Tensor | None
+    lse: Tensor

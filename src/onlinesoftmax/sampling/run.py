@@ -1,0 +1,116 @@
+"""Sampling, and the largest log-probabilities, of torch tensors, in PyTorch's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..api import token_logprobs
+from ..torch.eager import scores_of
+from .arguments import Logits
+from .distribution import Distribution, Parameters, distribution_of, log_sum_of, masses_of
+from .noise import gumbel
+from .order import largest, rank_of
+from .results import Sampled, TopLogprobs
+
+Tensor = torch.Tensor
+
+_LARGEST = 2**63 - 1
+
+
+_CHUNK = 1 << 18
+"""Elements of the rows that a CPU samples from at a time: intermediate results stay in its caches."""
+
+
+@torch.no_grad()
+def sample(logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
+    """A token of each row.
+
+    Args:
+        logits: The logits.
+        parameters: Temperature and filters.
+        seed, offset: What the noise of a row is made of, (rows,) int64.
+        raw: True for log-probabilities of the scores as they are, without temperature and filters.
+        top: Number of the largest log-probabilities to return.
+    """
+    scores = _scores(logits)
+    count = max(_CHUNK // scores.shape[1], 1) if scores.device.type == "cpu" else max(len(scores), 1)
+    chunks = []
+    for first in range(0, max(len(scores), 1), count):
+        part = slice(first, first + count)
+        chunks.append(_sample(scores[part], parameters.of_rows(part), seed[part], offset[part], raw, top))
+    of_rows: list[Any] = [
+        None if parts[0] is None else torch.cat(parts).reshape(logits.rows + parts[0].shape[1:])
+        for parts in zip(*chunks, strict=True)
+    ]
+    return Sampled(*of_rows)
+
+
+def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
+    """`sample` of scores (rows, tokens)."""
+    found = distribution_of(scores, parameters)
+    noise = gumbel(seed, offset, scores.shape[1])
+    if parameters.filters:
+        noise = noise.gather(1, found.tokens)
+    keys = (found.z + found.temperature * noise).masked_fill(~found.kept, -torch.inf)
+    # Equal keys go to the smaller token, which need not come first in the order of scores.
+    place = found.tokens.where(keys == keys.amax(1, keepdim=True), _LARGEST).argmin(1, keepdim=True)
+    kept = found.kept.sum(1, keepdim=True)
+    if raw:
+        found = _without_filters(found)
+    # With a filter, the tokens are in the order of their scores already.
+    first = torch.arange(top, device=scores.device).expand(len(scores), top)
+    places = torch.cat([place, first if parameters.filters else largest(scores, top)], 1)
+    tokens = found.tokens.gather(1, places)
+    kept, token = (t.masked_fill(~found.valid, 0) for t in (kept, tokens[:, :1]))
+    logprobs = _logprobs(found, places).masked_fill(~found.valid, torch.nan).to(scores.dtype)
+    lse = (found.m / found.temperature + found.log_sum).to(scores.dtype)
+    rows = (t.squeeze(1) for t in (token, logprobs[:, :1], lse, kept, found.valid))
+    return Sampled(*rows, *(t[:, 1:] if top else None for t in (tokens, logprobs)))
+
+
+def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
+    """The k largest scores of each row and their log-probabilities.
+
+    Args:
+        logits: The logits, which have no bias.
+        k: From 0 to the number of tokens.
+        target: A token of each row, an integer tensor of the shape of the rows.
+    """
+    x, dim, options, rows = logits.x, logits.dim, logits.options, logits.rows
+    with torch.no_grad():
+        scores = _scores(logits)
+        indices = largest(scores, k)
+        of_target = None if target is None else target.reshape(-1).long()
+        rank = None if of_target is None else rank_of(scores, of_target).reshape(rows)
+    indices = indices.reshape(*rows, k).movedim(-1, dim)
+    wanted = indices if of_target is None else torch.cat([indices, of_target.reshape(rows).unsqueeze(dim)], dim)
+    found = token_logprobs(
+        x, wanted, dim, scale=options.scale, softcap=options.softcap, mask=options.mask, entropy=False
+    )  # fmt: skip
+    mask = None if options.mask is None else options.mask.expand_as(x).gather(dim, indices)
+    values = scores_of(x.gather(dim, indices), dim, options._replace(mask=mask), torch.float32)[0]
+    logprobs = found.logprob.narrow(dim, 0, k)
+    own = None if of_target is None else found.logprob.select(dim, k)
+    return TopLogprobs(values, indices, logprobs, own, rank, found.lse)
+
+
+def _scores(logits: Logits) -> Tensor:
+    """The scores (rows, tokens), float32 or float64."""
+    z = scores_of(logits.x, logits.dim, logits.options, torch.float32)[0].movedim(logits.dim, -1)
+    return z.reshape(-1, z.shape[-1])
+
+
+def _without_filters(found: Distribution) -> Distribution:
+    """The distribution of all tokens at the temperature 1."""
+    return found._replace(
+        temperature=torch.ones_like(found.temperature), kept=torch.ones_like(found.kept),
+        log_sum=log_sum_of(masses_of(found.z, 1.0)),
+    )  # fmt: skip
+
+
+def _logprobs(found: Distribution, places: Tensor) -> Tensor:
+    """Logarithms of the probabilities of the tokens at some places of each row; -inf for a token that is not kept."""
+    logprobs = found.z.gather(1, places) / found.temperature - found.log_sum
+    return logprobs.masked_fill(~found.kept.gather(1, places), -torch.inf)
