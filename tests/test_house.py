@@ -45,7 +45,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
     public = where in (
         "api.py",
         "nn.py",
-        "explanation.py",
+        "explanation/__init__.py",
         "distributed/__init__.py",
         "files/apply.py",
         "linear/__init__.py",

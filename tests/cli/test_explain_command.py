@@ -56,6 +56,19 @@ def test_explain_is_the_function_of_that_name() -> None:
     assert found["plan"] == json.loads(json.dumps(right.plan.as_dict()))
 
 
+def test_explain_of_a_head() -> None:
+    command = "explain 8192,4096 --operation linear_cross_entropy --classes 128256 --dtype bfloat16 --device h100"
+    result = run(*command.split(), "--memory", "600MB")
+    assert result.exit_code == 0, result.output
+    for words in ("8 chunks of 16064 columns", "tera-operations/s", "Why not another?", "one token with the gradient"):
+        assert words in result.stdout
+    found = run_json(*command.split(), "--gradients", "none")
+    head = {"operation": "linear_cross_entropy", "linear_weight": (128256, 4096), "gradients": ()}
+    right = onlinesoftmax.explain((8192, 4096), dtype="bfloat16", device="h100", **head)
+    assert found == json.loads(json.dumps(right.as_dict()))
+    assert found["plan"]["products"] == 1
+
+
 COMPILE = """
 import json, sys
 from typer.testing import CliRunner

@@ -100,4 +100,6 @@ def in_jax(x: jax.Array, labels: jax.Array) -> None:
 def plans() -> None:
     explained = osm.explain((4, 50257), device="h200")
     assert_type(explained.plan, osm.Plan)
+    head = osm.explain((8, 16), operation="linear_cross_entropy", linear_weight=(50, 16), memory=1000)
+    assert_type(head.plan.chunks, int)
     explained.plans  # type: ignore  # noqa: B018  # no such attribute

@@ -8,20 +8,36 @@ import typer
 
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
+from ..linear.plans import FUNCTIONS
 from ..ops import OPERATIONS
 from ..planner.facts import lacks_memory, plan_facts
 from . import output
 from .benchmarks import split_names
 
 if TYPE_CHECKING:
-    from ..explanation import Explanation
+    from ..explanation import Explanation, HeadExplanation
     from ..kernels.report import Kernel
 
 
 def explain(
-    shape: str = typer.Argument(metavar="SHAPE", help="Sizes with x between them, as in 4096x50257 or 1x2^24."),
+    shape: str = typer.Argument(
+        metavar="SHAPE",
+        help="Sizes with x between them, as in 4096x50257 or 1x2^24; for a head those of its input: tokens x hidden.",
+    ),
     dtype: str = typer.Option("float32", help=f"Dtype of the input: {', '.join(ITEMSIZE)}."),
-    op: str = typer.Option("softmax", help=f"The operation: {', '.join(OPERATIONS)}."),
+    op: str = typer.Option(
+        "softmax",
+        "--op",
+        "--operation",
+        help=f"The operation: {', '.join(OPERATIONS)}; or with --classes a head: {', '.join(FUNCTIONS)}.",
+    ),
+    classes: int | None = typer.Option(None, min=1, help="Classes of a head, the rows of its weight."),
+    memory: str | None = typer.Option(None, help="Most bytes of a head's logits and sums, as 600MB or 1.5GiB."),
+    gradients: str | None = typer.Option(
+        None, help="Gradients of a head that are wanted: input,linear_weight (the default), or none."
+    ),
+    reduction: str | None = typer.Option(None, help="Reduction of a head's loss: mean, sum or none."),
+    acc_dtype: str | None = typer.Option(None, help="Dtype in which chunks add up the gradient of a head's weight."),
     outputs: str = typer.Option("", help="The outputs that a call asks for: loss,y for losses with their gradient."),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
     scale: float = typer.Option(1.0, help="Scale of the logits."),
@@ -56,6 +72,7 @@ def explain(
       onlinesoftmax explain 64x1024x1024 --causal --scale 0.125 --bias 1024x1024 --device h200
       onlinesoftmax explain 4096x50257 --op softmax_backward --batch-invariant --device h200
       onlinesoftmax explain 8192x128256 --op cross_entropy --outputs loss,y --device h200
+      onlinesoftmax explain 8192x4096 --op linear_cross_entropy --classes 128256 --memory 600MB --device h200
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     asked = {"cuda": cuda, "ttir": ttir, "ptx": ptx, "sass": sass}
     listings = [name for name, wanted in asked.items() if wanted]
@@ -64,11 +81,19 @@ def explain(
     if causal and framework == "jax":
         output.fail("--causal: our functions for JAX have no causal mask; leave out --framework jax")
     options = {"scale": scale, "softcap": softcap, "bias": bias, "mask": mask, "causal": causal}
+    head = {"classes": classes, "memory": memory, "gradients": gradients, "reduction": reduction, "acc": acc_dtype}
     explanation = _explain(
-        shape, options, dim=dim, operation=op, dtype=dtype, fully_masked=fully_masked, device=device,
+        shape, options, head, dim=dim, operation=op, dtype=dtype, fully_masked=fully_masked, device=device,
         batch_invariant=batch_invariant, framework=framework, backend=backend, strategy=strategy,
         outputs=split_names(outputs) or None,
     )  # fmt: skip
+    from ..explanation import HeadExplanation
+
+    if isinstance(explanation, HeadExplanation):
+        if listings:
+            output.fail(f"--{listings[0]}: name the operation that reads the logits: the plan of a head is no kernel")
+        _print_head(explanation, as_json)
+        return
     kernels, problem = _compile(explanation) if compiled else ([], "not asked for (--no-compile)")
     _check_listings(listings, kernels, problem)
     if as_json:
@@ -86,21 +111,42 @@ def explain(
             print(kernel.listings[name].rstrip())
 
 
-def _explain(shape: str, options: dict[str, Any], **asked: Any) -> Explanation:
+def _explain(shape: str, options: dict[str, Any], head: dict[str, Any], **asked: Any) -> Explanation | HeadExplanation:
     from ..explanation import explain as explain_shape
     from ..kernels.registry import missing
-    from ..lab.names import parse_shape
+    from ..lab.names import parse_bytes, parse_shape
     from ..planner.plan import PlanError
 
     with output.refusing("", IndexError, TypeError):
+        sizes = parse_shape(shape)
         for name in ("bias", "mask"):
             options[name] = None if options[name] is None else parse_shape(options[name])
+        if asked["operation"] in FUNCTIONS and head["classes"] is None:
+            output.fail(f"--op {asked['operation']} needs --classes, the rows of its weight")
+        if head["classes"] is not None:
+            options["linear_weight"] = (head["classes"], sizes[-1])
+        if head["memory"] is not None:
+            options["memory"] = parse_bytes("--memory", head["memory"])
+        if head["gradients"] is not None:
+            options["gradients"] = [name for name in split_names(head["gradients"]) if name != "none"]
         try:
-            return explain_shape(parse_shape(shape), **options, **asked)
+            return explain_shape(sizes, **options, reduction=head["reduction"], acc_dtype=head["acc"], **asked)
         except PlanError:
             if asked["device"] is None and (reason := dict(missing()).get(asked["backend"])):
                 output.fail(f"{reason}; name a GPU, as in --device h200, to plan for one that is not here")
             raise
+
+
+def _print_head(explanation: HeadExplanation, as_json: bool) -> None:
+    from ..explanation.heads import why_not
+
+    if as_json:
+        output.print_json(explanation.as_dict())
+        return
+    output.heading(explanation.asked, first=True)
+    output.facts(explanation.facts())
+    output.heading("Why not another?")
+    output.table(("plan", "why not"), [(other.name, why_not(other)) for other in explanation.others])
 
 
 def score_options(explanation: Explanation) -> list[str]:

@@ -20,7 +20,7 @@ def check_names(what: str, names: Iterable[str], table: Iterable[str]) -> None:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that a text describes: sizes with x, X, × or * between them; a size may be a power, as in 2^20.
+    """The shape that a text describes: sizes with x, X, ×, * or a comma between them, which may be powers: 2^20.
 
     Raises:
         ValueError: the text describes no shape; the message quotes it.
@@ -30,7 +30,7 @@ def parse_shape(text: str) -> Shape:
         ((4096, 50257), (1, 1048576))
     """
     sizes = []
-    for part in re.split(r"[xX×*]", text.strip()):
+    for part in re.split(r"[xX×*,]", text.strip()):
         match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part)
         if not match:
             raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
@@ -40,3 +40,29 @@ def parse_shape(text: str) -> Shape:
     if prod(sizes) >= MOST_ELEMENTS:
         raise ValueError(f"shape {text!r}: more elements than any memory holds")
     return tuple(sizes)
+
+
+UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+"""Bytes of a unit by its name."""
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """The bytes that a text describes: a number, and a unit of UNITS in upper or lower case where it is not bytes.
+
+    Args:
+        name: Name of the argument, for the error.
+        text: The text, as "600MB".
+
+    Raises:
+        ValueError: the text describes no positive number of bytes; the message quotes it.
+
+    Example:
+        >>> parse_bytes("memory", "600MB"), parse_bytes("memory", "1.5 GiB"), parse_bytes("memory", "4096")
+        (600000000, 1610612736, 4096)
+    """
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", text)
+    unit = {known.lower(): factor for known, factor in UNITS.items()}.get((match[2] or "B").lower()) if match else None
+    found = int(float(match[1]) * unit) if match and unit else 0
+    if not 0 < found < 1 << 62:
+        raise ValueError(f"{name} {text!r}: expected a positive number of bytes, as in 600MB or 1.5GiB")
+    return found

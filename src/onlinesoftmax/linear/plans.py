@@ -7,7 +7,7 @@
 A product is one of input × weight, gradient × weight and gradient × input.  `columns`, and losses whose gradient has to
 wait, make the logits again for the backward pass, which is one product more.
 
-Each chunk of tokens reads and writes the float32 sum, 8 bytes an element of the weight.  No product can write its last
+Each chunk of tokens reads and writes the float32 sum, 8 bytes an element of the weight.  No product writes its last
 state in 16 bits: PyTorch's addmm refuses a float32 sum with a result of 16 bits (`_addmm_dtype_out_cuda` of 2.13), and
 cublasGemmEx adds to the tensor that it writes.
 """
@@ -121,14 +121,23 @@ class LinearProblem(NamedTuple):
         """Bytes of the gradient of the weight."""
         return self.classes * self.hidden * self.itemsize * self.of_weight
 
-    def sum_bytes(self, elements: int) -> int:
-        """Bytes of a float32 sum of so many elements; none where the result has such a dtype itself."""
-        return 4 * elements if self.itemsize < 4 else 0
-
     @property
     def weight_sum_bytes(self) -> int:
-        """Bytes of the float32 sum of the weight's gradient."""
-        return self.sum_bytes(self.classes * self.hidden * (self.of_weight and not self.in_place))
+        """Bytes of the float32 sum of the weight's gradient; none where the gradient is the sum itself."""
+        return 4 * self.classes * self.hidden * (self.itemsize < 4 and self.of_weight and not self.in_place)
+
+    @property
+    def input_sum_bytes(self) -> int:
+        """Bytes of the float32 sum of the input's gradient; none where the gradient is the sum itself."""
+        return 4 * self.tokens * self.hidden * (self.itemsize < 4 and self.of_input)
+
+    @property
+    def sums_one_product(self) -> bool:
+        """True where even one product is written in float32.
+
+        It is rounded once by itself, but in float16 it can be infinite before the divisor of a mean comes.
+        """
+        return self.dtype == "float16" and not self.keeps
 
     @property
     def keeps(self) -> bool:
@@ -145,20 +154,26 @@ class Function(NamedTuple):
     """A public function with a head.
 
     Attributes:
-        reads: Operation whose kernels read a chunk of logits.
+        loss: Operation whose kernel writes the loss of each row and the gradient of the logits at once; None where the
+            gradient follows from STATISTICS.
         waits: True where the gradient of each token's result always waits for the backward pass.
         cuts: As in LinearProblem.
+        reductions: Its reductions; none where it has no such argument.
     """
 
-    reads: str
+    loss: str | None
     waits: bool
     cuts: tuple[str, ...]
+    reductions: tuple[str, ...]
 
+
+STATISTICS = "token_logprobs"
+"""Operation whose results merge over chunks of columns, and whose gradient follows from the merged results."""
 
 FUNCTIONS = {
-    "linear_cross_entropy": Function("cross_entropy", False, ("tokens", "columns")),
-    "linear_token_logprobs": Function("token_logprobs", True, ("columns",)),
-    "linear_token_loss": Function("token_logprobs", False, ("tokens",)),
+    "linear_cross_entropy": Function("cross_entropy", False, ("tokens", "columns"), ("mean", "sum", "none")),
+    "linear_token_logprobs": Function(None, True, ("columns",), ()),
+    "linear_token_loss": Function(None, False, ("tokens",), ("mean", "sum")),
 }
 """The functions by name."""
 
@@ -241,14 +256,13 @@ def _room(problem: LinearProblem, memory: int | None, summed: bool) -> int:
 
 
 def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
-    # One product is rounded once by itself; in float16 its elements could be infinite before a mean divides them.
-    summed = problem.dtype == "float16" and not problem.keeps
+    summed = problem.sums_one_product
     room, taken = _room(problem, memory, summed), problem.logits_bytes
     products = problem.products + (problem.waits and not problem.keeps)
     needed = taken + problem.weight_sum_bytes * summed
     reason = f"the logits of all tokens take {size(taken)}"
     plan = LinearPlan("stored", max(problem.tokens, 1), 1, products, needed, problem.keeps, f"{reason}, which fit")
-    return Candidate("stored", plan, "" if taken <= room else f"{reason}, and {size(max(room, 0))} are free")
+    return Candidate("stored", plan, "" if taken <= room else f"{reason}, and the limit is {size(max(room, 0))}")
 
 
 def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
@@ -256,36 +270,39 @@ def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
         return Candidate("tokens", None, "columns give the gradient of the weight without a float32 sum")
     tokens, token_bytes = max(problem.tokens, 1), max(problem.classes * problem.itemsize, 1)
     fits = _room(problem, memory, True) // token_bytes
+    if fits < 1:
+        beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""
+        needed = token_bytes + problem.weight_sum_bytes
+        return Candidate("tokens", None, f"memory is {memory} bytes, and one token{beside} takes {needed}")
+    if tokens == 1:
+        return Candidate("tokens", None, "one token is no more than a chunk")
+    # One chunk would be the plan `stored`.
+    fits = min(fits, tokens - 1)
     # Whole tiles where there are several, and chunks of nearly one size, so that the last is not a small product.
     most = max(fits // TOKEN_TILE * TOKEN_TILE or fits, 1)
     chunk = _ceil(tokens, _ceil(tokens, most))
     whole = _ceil(chunk, TOKEN_TILE) * TOKEN_TILE
     chunk = min(whole if whole <= most else chunk, tokens)
     needed = chunk * token_bytes + problem.weight_sum_bytes
-    plan = LinearPlan(
-        "tokens", chunk, _ceil(tokens, chunk), problem.products + problem.waits, needed, False, _why(problem)
-    )
-    if fits >= 1:
-        return Candidate("tokens", plan, "")
-    beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""
-    return Candidate("tokens", plan, f"memory is {memory} bytes, and one token{beside} takes {needed}")
+    products = problem.products + problem.waits
+    plan = LinearPlan("tokens", chunk, _ceil(tokens, chunk), products, needed, False, _why(problem))
+    return Candidate("tokens", plan, "")
 
 
 def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
     if "columns" not in problem.cuts:
         return Candidate("columns", None, "the result of a token needs the whole row of its logits")
     column_bytes = max(problem.tokens * problem.itemsize, 1)
-    sum_bytes = problem.sum_bytes(problem.tokens * problem.hidden * problem.of_input)
-    most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - sum_bytes)
+    most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - problem.input_sum_bytes)
     # Rounding up to whole tiles may add one.
     chunks = _ceil(problem.classes, max(most // column_bytes - COLUMN_TILE, FEWEST_COLUMNS))
     chunk = min(problem.classes, _ceil(_ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
-    needed, products = chunk * column_bytes + sum_bytes, problem.products + problem.recorded
+    needed, products = chunk * column_bytes + problem.input_sum_bytes, problem.products + problem.recorded
     plan = LinearPlan("columns", chunk, _ceil(problem.classes, chunk), products, needed, False, _why(problem))
-    fits = memory is None or needed <= memory
-    return Candidate(
-        "columns", plan, "" if fits else f"memory is {memory} bytes, and {chunk} columns of all tokens take {needed}"
-    )
+    if memory is not None and needed > memory:
+        reason = f"memory is {memory} bytes, and {chunk} columns of all tokens take {needed}"
+        return Candidate("columns", None, reason)
+    return Candidate("columns", plan, "")
 
 
 def _why(problem: LinearProblem) -> str:

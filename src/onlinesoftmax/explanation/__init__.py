@@ -1,0 +1,175 @@
+"""Why this plan?  The plan that a call would run, in words and numbers, and what the others would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, overload
+
+from ..core.arrays import array_kind
+from ..core.device import Device, known
+from ..core.options import PLAIN, checked_options
+from ..core.task import Choice
+from ..jax import plans as jax_plans
+from ..jax.device import from_jax, is_on_cpu
+from ..kernels import registry
+from ..linear.plans import FUNCTIONS
+from ..ops import OPERATIONS
+from ..torch import plans as torch_plans
+from ..torch.device import from_torch, here
+from .heads import HeadExplanation, adds_in_place, checked_memory, described_head, explain_head, wanted_gradients
+from .inputs import Shape, check_taken, checked_axis, described, framework_of, task_in_jax, torch_task
+from .rows import Explanation, explain_task
+
+__all__ = ["Explanation", "HeadExplanation", "explain"]
+
+
+@overload
+def explain(
+    x: Any, dim: int = -1, *, operation: str = "softmax", dtype: Any = None, outputs: Sequence[str] | None = None,
+    scale: Any = 1.0, mask: Any = None, bias: Any = None, causal: bool = False, softcap: float | None = None,
+    fully_masked: str = "nan", batch_invariant: bool = False, device: str | None = None, backend: str | None = None,
+    strategy: str | None = None, framework: str | None = None,
+) -> Explanation: ...  # fmt: skip
+
+
+@overload
+def explain(
+    x: Any, *, operation: str, linear_weight: Any, linear_bias: Any = None, dtype: Any = None,
+    reduction: str | None = None, gradients: Sequence[str] | None = None, whole_rows: bool = False,
+    scale: float = 1.0, softcap: float | None = None, memory: int | None = None, acc_dtype: Any = None,
+    device: str | None = None,
+) -> HeadExplanation: ...  # fmt: skip
+
+
+def explain(
+    x: Any,
+    dim: int = -1,
+    *,
+    operation: str = "softmax",
+    dtype: Any = None,
+    outputs: Sequence[str] | None = None,
+    scale: Any = 1.0,
+    mask: Any = None,
+    bias: Any = None,
+    causal: bool = False,
+    softcap: float | None = None,
+    fully_masked: str = "nan",
+    batch_invariant: bool = False,
+    device: str | None = None,
+    backend: str | None = None,
+    strategy: str | None = None,
+    framework: str | None = None,
+    linear_weight: Any = None,
+    linear_bias: Any = None,
+    reduction: str | None = None,
+    gradients: Sequence[str] | None = None,
+    whole_rows: bool = False,
+    memory: int | None = None,
+    acc_dtype: Any = None,
+) -> Explanation | HeadExplanation:
+    """The plan that a call would run, and why.
+
+    Args:
+        x: A torch tensor, a JAX array, or a shape: a tuple of sizes of a contiguous tensor.  A NumPy array counts as
+            its shape and dtype.
+        dim: The softmax dimension.
+        operation: Name of a function, as "softmax"; or with "_backward", its gradient, which takes the options of the
+            function.  Or name of a function with a head, as "linear_cross_entropy", of an input (..., hidden).
+        dtype: Dtype, or its name, for a shape ("float32" by default); that of the tensor otherwise.
+        outputs: Names of the outputs that the kernel writes, where it is not the result alone: ("loss", "y") for the
+            losses with their gradient, ("mean_loss", "y") for their mean with its gradient.
+        scale, causal, softcap, fully_masked, batch_invariant: As in the function; an error where it does not have them.
+        mask: As in the function, or a shape that broadcasts to that of x.
+        bias: As in the function, or a shape that broadcasts to that of x; the bias then has the dtype of x.
+        device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
+            machine's GPU, or its CPU.
+        backend, strategy: Force a plan, as in `softmax`.
+        framework: "torch" or "jax", if x is a shape: the framework of the call; "torch" by default.
+        linear_weight: Of a head: its weight, or the shape (classes, hidden).
+        linear_bias, reduction, memory, acc_dtype: Of a head: as in the function; a bias may be a shape.
+        gradients: Of a head: names of the tensors whose gradients are wanted, "input", "linear_weight" and
+            "linear_bias".  By default those that require one, and all that are shapes.
+        whole_rows: Of a head: True for a call with label smoothing, class weights, class probabilities or statistics.
+
+    Returns:
+        An `Explanation`; for a function with a head, a `HeadExplanation`.
+
+    Raises:
+        PlanError: the forced backend or strategy cannot run; the message lists every reason.
+        TypeError: an argument has the wrong type.
+        ValueError: unknown device, dtype, operation, output or framework, a dtype or framework that is not that of x,
+            a mask or bias that does not broadcast, or an option that the function does not have.
+        IndexError: dim is out of range.
+
+    Example:
+        >>> plan = explain((4096, 1024), dtype="bfloat16", device="h200").plan
+        >>> print(f"{plan.backend}/{plan.strategy}, {plan.bytes_moved} bytes")
+        cuda/row, 16777216 bytes
+        >>> explain((4096, 1024), dtype="bfloat16", device="h200", mask=(4096, 1024)).plan.bytes_moved
+        20971520
+        >>> head = {"operation": "linear_cross_entropy", "linear_weight": (128256, 4096), "dtype": "bfloat16"}
+        >>> plan = explain((8192, 4096), **head, memory=600_000_000, device="h200").plan
+        >>> print(f"{plan.name}, {plan.chunks} chunks of {plan.chunk}, {plan.products} products")
+        columns, 8 chunks of 16064, 4 products
+    """
+    if framework not in (None, "torch", "jax"):
+        raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device must be the name of a known device, not {type(device).__name__}")
+    of_rows = {
+        "dim": dim != -1, "outputs": outputs is not None, "mask": mask is not None, "bias": bias is not None,
+        "causal": causal, "fully_masked": fully_masked != "nan", "batch_invariant": batch_invariant,
+        "backend": backend is not None, "strategy": strategy is not None,
+    }  # fmt: skip
+    of_heads = {
+        "linear_weight": linear_weight is not None, "linear_bias": linear_bias is not None,
+        "reduction": reduction is not None, "gradients": gradients is not None, "whole_rows": whole_rows,
+        "memory": memory is not None, "acc_dtype": acc_dtype is not None,
+    }  # fmt: skip
+    if isinstance(operation, str) and operation in FUNCTIONS:
+        _check_not_given(operation, of_rows | {"framework='jax'": framework_of(x, framework) == "jax"})
+        head = described_head(operation, x, linear_weight, linear_bias, dtype, reduction)
+        wanted = wanted_gradients(gradients, x, linear_weight, linear_bias)
+        machine = known(device) if device is not None else _this_device(x)
+        options = checked_options(operation, scale, softcap, None, None, False, "nan") or PLAIN
+        in_place = adds_in_place(head, acc_dtype)
+        asked = {"wanted": wanted, "each": reduction == "none", "whole_rows": whole_rows, "in_place": in_place}
+        return explain_head(head, asked, checked_memory(memory), options, machine, device is not None)
+    if not isinstance(operation, str) or operation not in OPERATIONS:
+        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join((*OPERATIONS, *FUNCTIONS))}")
+    _check_not_given(operation, of_heads)
+    in_jax = framework_of(x, framework) == "jax"
+    shape, like = described(x, dtype)
+    axis, declaration = checked_axis(dim, len(shape)), OPERATIONS[operation]
+    written = None if outputs is None else declaration.named(outputs)
+    given = {name: Shape(t) if isinstance(t, tuple | list) else t for name, t in (("bias", bias), ("mask", mask))}
+    options = checked_options(operation, scale, softcap, given["bias"], given["mask"], causal, fully_masked) or PLAIN
+    choice = Choice(backend, strategy, batch_invariant)
+    check_taken(declaration.forward, in_jax, options, batch_invariant)
+    if in_jax:
+        machine = known(device) if device is not None else _device_of_jax(x)
+        task = task_in_jax(declaration, shape, axis, like.dtype, options, written)
+        # For a named device, plan with every backend, installed here or not.
+        return explain_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
+    machine = known(device) if device is not None else _this_device(x)
+    own = options.of(declaration.options)
+    task = torch_task(declaration, shape, axis, like, own, batch_invariant, written or declaration.always)
+    return explain_task(task, torch_plans.planner_for(machine, choice, device is not None), choice)
+
+
+def _check_not_given(operation: str, given: dict[str, bool]) -> None:
+    """Raise a ValueError that names the arguments that are given, which the operation does not have."""
+    if names := [name for name, is_given in given.items() if is_given]:
+        raise ValueError(f"{operation}() has no {', '.join(names)} here")
+
+
+def _device_of_jax(x: Any) -> Device:
+    if registry.module_missing("jax", "jax") is not None or (array_kind(x) == "jax" and is_on_cpu(x)):
+        return known("cpu")
+    return from_jax()
+
+
+def _this_device(x: Any) -> Device:
+    if array_kind(x) == "torch":
+        return from_torch(x.device.type, x.device.index or 0)
+    return here()
