@@ -300,6 +300,15 @@ def test_batch_invariant_on_pytorch_operations(operation: str) -> None:
         )
 
 
+def test_batch_invariant_sum_of_a_row_that_threads_would_share() -> None:
+    x = torch.randn(2, 40000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    index, threads = torch.tensor([0, 1]), torch.get_num_threads()
+    torch.set_num_threads(2)
+    alone, beside = (osm.token_logprobs(x[:n], index[:n], batch_invariant=True) for n in (1, 2))
+    torch.set_num_threads(threads)
+    assert torch.equal(alone.entropy, beside.entropy[:1])
+
+
 def test_the_gradient_of_a_batch_invariant_logsumexp_where_scores_are_nearly_equal() -> None:
     """log_softmax rounds the three scores to the same number."""
     x = torch.tensor([[1e-9, 2e-9, 0.0]], requires_grad=True)

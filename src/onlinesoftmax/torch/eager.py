@@ -98,6 +98,17 @@ def invariant(name: str, z: Any, dim: int) -> Any:
     return formulas.result(name, z.movedim(dim, -1), -1, False).movedim(-1, dim).contiguous()
 
 
+def row_sums(t: Any, dim: int, batch_invariant: bool) -> Any:
+    """Sums along a dimension; if batch-invariant, in an order that does not depend on the number of rows.
+
+    PyTorch adds the neighbouring elements of a row in one order, unless threads share the elements of a single row.
+    """
+    if not batch_invariant:
+        return t.sum(dim)
+    rows = t.movedim(dim, -1).contiguous()
+    return torch.stack((rows, rows)).sum(-1)[0] if rows.numel() == rows.shape[-1] else rows.sum(-1)
+
+
 def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
     """Logsumexp whose bits do not depend on the number of rows; the order of torch.logsumexp depends on it."""
     if isinstance(dim, tuple | list):

@@ -106,19 +106,21 @@ def rows_of(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Ten
 def _of_log_p(log_p: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
     """The loss of each row without z_loss; a class that the mask excludes has no part of the smoothing."""
     dim, kept = loss.dim, None if loss.mask is None else loss.mask.expand_as(log_p)
+    separate = loss.settings.choice.batch_invariant
     w: Any = 1.0 if weight is None else weight.reshape(-1, *[1] * (log_p.dim() - 1 - dim))
     spread: Any = loss.smoothing
     spread = spread / log_p.shape[dim] if kept is None else spread / kept.sum(dim, True, dtype=log_p.dtype) * kept
     if target.is_floating_point():
         q = (1 - loss.smoothing) * target + spread
         # A class that is excluded counts only if the target has it: 0 * -inf would be NaN.
-        return -(w * q * (log_p if kept is None else log_p.where(kept | (q != 0), 0.0))).sum(dim)
+        terms = w * q * (log_p if kept is None else log_p.where(kept | (q != 0), 0.0))
+        return -eager.row_sums(terms, dim, separate)
     y: Tensor = formulas.call_pytorch(
         functional.nll_loss, log_p, target.long(), weight, ignore_index=loss.ignore_index, reduction="none"
     )
     if not loss.smoothing:
         return y
-    of_spread = -(w * spread * (log_p if kept is None else log_p.where(kept, 0.0))).sum(dim)
+    of_spread = -eager.row_sums(w * spread * (log_p if kept is None else log_p.where(kept, 0.0)), dim, separate)
     return (1 - loss.smoothing) * y + of_spread.where(counted(target, loss), 0.0)
 
 
@@ -147,7 +149,7 @@ def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
         z, dtype = _scores(x, loss), loss.wide(x)
         log_p = _log_p(z, loss.dim, loss.settings.choice.batch_invariant)
         lse = eager.logsumexp_from(z, log_p, loss.dim, keepdim=False)
-        return lse.to(dtype), _entropy(log_p, loss.dim).to(dtype)
+        return lse.to(dtype), _entropy(log_p, loss.dim, loss.settings.choice.batch_invariant).to(dtype)
 
 
 def _largest(x: Tensor, loss: Loss) -> Tensor:
@@ -177,9 +179,10 @@ def _log_p(z: Tensor, dim: int, batch_invariant: bool) -> Tensor:
     return log_p
 
 
-def _entropy(log_p: Tensor, dim: int) -> Tensor:
+def _entropy(log_p: Tensor, dim: int, batch_invariant: bool) -> Tensor:
     # The product -inf * 0 would be NaN, and so would its gradient.  Negating a sum of 0 would give -0.0.
-    return 0.0 - (log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()).sum(dim)
+    terms = log_p.masked_fill(log_p == -torch.inf, 0.0) * log_p.exp()
+    return 0.0 - eager.row_sums(terms, dim, batch_invariant)
 
 
 def log_probabilities(call: Call, results: tuple[str, ...]) -> tuple[Tensor, ...]:
@@ -201,7 +204,7 @@ def log_probabilities(call: Call, results: tuple[str, ...]) -> tuple[Tensor, ...
         inside = is_class(target, x.shape[dim])
         logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan).to(dtype)
     found = logprob if several else logprob.squeeze(dim), lse
-    return (*found, _entropy(log_p, dim).to(dtype)) if "entropy" in results else found
+    return (*found, _entropy(log_p, dim, separate).to(dtype)) if "entropy" in results else found
 
 
 def log_probabilities_of(recording: Any, call: Call) -> dict[str, Tensor]:
