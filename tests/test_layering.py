@@ -64,6 +64,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "sampling.noise": {"torch"},
     "sampling.order": {"torch"},
     "sampling.run": {"torch"},
+    "sampling.verification": {"torch"},
     "overrides.mode": {"torch"},
     "overrides.table": {"torch"},
     "jax": {"jax"},

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .ops import reference as reference
     from .overrides import override
     from .planner.plan import Plan, PlanError
-    from .sampling import sample, topk_logprobs
+    from .sampling import sample, topk_logprobs, verify
 
 __version__ = "0.1.0"
 
@@ -52,6 +52,7 @@ __all__ = [
     "softmax",
     "token_logprobs",
     "topk_logprobs",
+    "verify",
 ]
 
 _HOME = {
@@ -65,6 +66,7 @@ _HOME = {
     "sample": "sampling",
     "token_logprobs": "api",
     "topk_logprobs": "sampling",
+    "verify": "sampling",
     "nn": "nn",
     "distributed": "distributed",
     "override": "overrides",

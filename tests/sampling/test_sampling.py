@@ -239,7 +239,7 @@ def test_without_a_seed_the_generator_decides() -> None:
         ({"dim": 2}, IndexError, "Dimension out of range"),
         ({"logits": torch.ones(2, 4, dtype=torch.int64)}, NotImplementedError, "logits must be floating point"),
         ({"logits": np.ones((2, 4))}, TypeError, "'logits' must be Tensor"),
-        ({"logits": torch.ones(2, 0)}, ValueError, "logits have no tokens"),
+        ({"logits": torch.ones(2, 0)}, ValueError, "logits has no tokens"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(given: dict[str, Any], error: type[Exception], words: str) -> None:

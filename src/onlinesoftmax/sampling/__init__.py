@@ -2,22 +2,23 @@
 
     sample           a token of each row, with its log-probability
     topk_logprobs    the k largest scores of each row with their log-probabilities, and the rank of a target
+    verify           which drafted tokens stay in speculative decoding, and the token that follows them
 
-order.py says which of equal scores is the larger, distribution.py what is kept, noise.py which token the noise prefers;
-run.py puts them together.
+order.py says which of equal scores is the larger, distribution.py what is kept, noise.py which token the noise prefers,
+verification.py which draft stays; run.py puts them together.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from .results import Sampled, TopLogprobs
+from .results import Sampled, TopLogprobs, Verified
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Sampled", "TopLogprobs", "sample", "topk_logprobs"]
+__all__ = ["Sampled", "TopLogprobs", "Verified", "sample", "topk_logprobs", "verify"]
 
 
 def sample(
@@ -117,6 +118,56 @@ def topk_logprobs(
     x = arguments.checked_logits("topk_logprobs", logits, dim, scale, softcap, None, mask)
     number = arguments.checked_count(x, "k", k, 0)
     found: TopLogprobs = run.topk_logprobs(x, number, arguments.checked_target(x, target))
+    return found
+
+
+def verify(
+    target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None = None, *,
+    temperature: float | Tensor = 1.0, top_k: int | Tensor | None = None, top_p: float | Tensor | None = None,
+    min_p: float | Tensor | None = None, seed: int | Tensor | None = None, offset: int | Tensor = 0,
+    generator: torch.Generator | None = None, ties: Literal["keep", "first"] = "keep",
+) -> Verified:  # fmt: skip
+    """Decide which drafted tokens stay, so that the tokens of a row are distributed as if the large model wrote them.
+
+    A draft with the probability q in the small model and p in the large one stays with the probability min(1, p / q).
+    The first that does not stay is replaced by a token of the distribution max(p - q, 0); if all stay, one more token
+    is sampled from the large model.  Temperature and filters apply to both models, so the drafts must have been sampled
+    with them.  The noise differs from that of `sample` with the same seed and offset, but where a row has no more
+    drafts: there, the token is that of `sample` at offset + place.
+
+    Args:
+        target_logits: Logits of the large model, (..., n + 1, tokens): at each drafted token, and after the last.
+        draft_tokens: Drafted tokens, integers (..., n); -1 where a row has fewer than n.
+        draft_logits: Logits that they were sampled from, (..., n, tokens); None for drafts without a distribution, as
+            from greedy decoding or from a look-up in the text: their q is 1.
+        temperature, top_k, top_p, min_p, ties: As for `sample`; a tensor has one number for each row of drafts.
+        seed, offset, generator: As for `sample`; the place in the row is added to the offset.
+
+    Returns:
+        The named tuple `Verified` (accepted, tokens, logprobs, valid).
+
+    Raises:
+        TypeError, RuntimeError, ValueError: as for `sample`.
+
+    Source:
+        Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding", arXiv:2211.17192.
+
+    Example:
+        >>> import torch
+        >>> logits = torch.tensor([[[9.0, 0.0, 0.0], [0.0, 9.0, 0.0], [0.0, 0.0, 9.0]]])
+        >>> found = verify(logits, torch.tensor([[0, 2]]), seed=1)
+        >>> found.accepted, found.tokens
+        (tensor([1]), tensor([[ 0,  1, -1]]))
+    """
+    arguments, run = _modules()
+    target = arguments.checked_logits("verify", target_logits, -1, 1.0, None, None, None, "target_logits")
+    draft = None
+    if draft_logits is not None:
+        draft = arguments.checked_logits("verify", draft_logits, -1, 1.0, None, None, None, "draft_logits")
+    rows = arguments.checked_drafts(target, draft_tokens, draft)
+    given = arguments.checked_parameters(rows, temperature, top_k, top_p, min_p, ties)
+    seeds = arguments.checked_seeds(rows, seed, offset, generator)
+    found: Verified = run.verify(target, draft_tokens, draft, given, *seeds)
     return found
 
 

@@ -39,17 +39,19 @@ class Logits(NamedTuple):
     rows: tuple[int, ...]
 
 
-def checked_logits(name: str, logits: Any, dim: Any, scale: Any, softcap: Any, bias: Any, mask: Any) -> Logits:
-    """The logits and their score options."""
+def checked_logits(
+    name: str, logits: Any, dim: Any, scale: Any, softcap: Any, bias: Any, mask: Any, argument: str = "logits"
+) -> Logits:
+    """The logits and their score options; `argument` is the name of the logits."""
     caller = f"{name}()"
-    TORCH.check_array(caller, "logits", logits)
+    TORCH.check_array(caller, argument, logits)
     if type(logits).__name__ == "DTensor":
-        raise TypeError(f"{caller}: logits is a DTensor, which this function does not take")
+        raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take")
     if not logits.is_floating_point():
-        raise NotImplementedError(f"{caller}: logits must be floating point, got {logits.dtype}")
+        raise NotImplementedError(f"{caller}: {argument} must be floating point, got {logits.dtype}")
     axis = checked_dim(name, dim, logits.dim())
     if not logits.dim() or not logits.shape[axis]:
-        raise ValueError(f"{caller}: logits have no tokens, their shape is {tuple(logits.shape)}")
+        raise ValueError(f"{caller}: {argument} has no tokens, its shape is {tuple(logits.shape)}")
     options = checked_options(name, scale, softcap, bias, mask, False, "nan")
     check_options(TORCH, Call(OPERATIONS["softmax"], logits, Settings(axis), options, None))
     rows = (*logits.shape[:axis], *logits.shape[axis + 1 :])
@@ -138,3 +140,17 @@ def checked_target(logits: Logits, target: Any) -> Tensor | None:
         TORCH.check_array(caller, "target", target, logits.x)
         check_index(TORCH, caller, "target", logits.x, target, logits.rows)
     return target
+
+
+def checked_drafts(target: Logits, tokens: Any, draft: Logits | None) -> Logits:
+    """The logits of the large model with the shape of the rows of drafts for `rows`, after the checks of the drafts."""
+    name, caller = target.name, f"{target.name}()"
+    if not target.rows:
+        raise ValueError(f"{caller}: target_logits must have shape (..., n + 1, tokens), got {tuple(target.x.shape)}")
+    *rows, places = target.rows
+    TORCH.check_array(caller, "draft_tokens", tokens, target.x)
+    check_index(TORCH, caller, "draft_tokens", target.x, tokens, (*rows, places - 1))
+    wanted = (*rows, places - 1, target.x.shape[-1])
+    if draft is not None and draft.x.shape != wanted:
+        raise ValueError(f"{name}(): draft_logits has shape {tuple(draft.x.shape)}, and must have {wanted}")
+    return target._replace(rows=tuple(rows))

@@ -7,6 +7,7 @@ matters.  No operation waits for the GPU: every parameter of a row is a tensor.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -42,10 +43,10 @@ class Parameters(NamedTuple):
         """True where a filter is given."""
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
-    def of_rows(self, part: slice) -> Parameters:
-        """The parameters of some rows."""
-        k, p, least = (None if t is None else t[part] for t in (self.top_k, self.top_p, self.min_p))
-        return Parameters(self.temperature[part], k, p, least, self.first)
+    def map(self, function: Callable[[Tensor], Tensor]) -> Parameters:
+        """The parameters that a function makes of each of them."""
+        k, p, least = (None if t is None else function(t) for t in (self.top_k, self.top_p, self.min_p))
+        return Parameters(function(self.temperature), k, p, least, self.first)
 
 
 class Distribution(NamedTuple):

@@ -3,9 +3,11 @@
 So the same row gets the same token in every batch and on every device, and a token keeps its noise when others are
 filtered out.  The generator is Philox4x32-10 (Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", 2011):
 
-    counter  (token id / 4, low half of offset, high half of offset, 0)
+    counter  (token id / 4, low half of offset, high half of offset, stream)
     key      (low half of seed, high half of seed)
     bits     word (token id mod 4) of the four results
+
+A stream is one use of the noise: numbers of two streams are independent, though seed and offset are the same.
 """
 
 from __future__ import annotations
@@ -18,6 +20,9 @@ _LOW = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
+
+SAMPLE, CORRECT, ACCEPT = range(3)
+"""The streams: to sample a token, to sample another one in the place of a draft, and to accept a draft."""
 
 _GRID = 2.0**24
 
@@ -33,23 +38,24 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor
     return a, b, c, d
 
 
-def gumbel(seed: Tensor, offset: Tensor, tokens: int) -> Tensor:
+def gumbel(seed: Tensor, offset: Tensor, tokens: int, stream: int = SAMPLE) -> Tensor:
     """The noise of the tokens 0 to `tokens` - 1 of each row, (rows, tokens) float64.
 
-    Each is -log(-log(u)) for u = (bits + 1/2) / 2^32, rounded to a multiple of 2^-24, from -3.1 to 22.9.  The product
-    of such a number and a float32 temperature is exact in float64.  So a device that rounds it and one that fuses it
-    with an addition choose the same token, and so do two libraries whose logarithms differ in their last bits.
+    Each is -log(-log(u)) for a uniform u, rounded to a multiple of 2^-24, from -3.1 to 22.9.  The product of such a
+    number and a float32 temperature is exact in float64.  So a device that rounds it and one that fuses it with an
+    addition choose the same token, and so do two libraries whose logarithms differ in their last bits.
 
     Args:
         seed, offset: (rows,) int64.
         tokens: Number of tokens.
+        stream: Use of the noise.
     """
+    return (-(-uniform(seed, offset, tokens, stream).log()).log() * _GRID).round() / _GRID
+
+
+def uniform(seed: Tensor, offset: Tensor, tokens: int, stream: int) -> Tensor:
+    """The numbers (bits + 1/2) / 2^32 of the tokens of each row, between 0 and 1, float64; arguments as of `gumbel`."""
     blocks = torch.arange(-(-tokens // 4), device=seed.device)
-    (seed_low, seed_high), (low, high) = (_halves(t.unsqueeze(1)) for t in (seed, offset))
-    words = philox((blocks, low, high, torch.zeros_like(low)), (seed_low, seed_high))
-    u = (torch.stack(words, -1).flatten(1)[:, :tokens].double() + 0.5) * 2.0**-32
-    return (-(-u.log()).log() * _GRID).round() / _GRID
-
-
-def _halves(t: Tensor) -> tuple[Tensor, Tensor]:
-    return t & _LOW, t >> 32 & _LOW
+    (seed_low, seed_high), (low, high) = ((t & _LOW, t >> 32 & _LOW) for t in (seed.unsqueeze(1), offset.unsqueeze(1)))
+    words = philox((blocks, low, high, torch.full_like(low, stream)), (seed_low, seed_high))
+    return (torch.stack(words, -1).flatten(1)[:, :tokens].double() + 0.5) * 2.0**-32

@@ -49,3 +49,21 @@ class TopLogprobs(NamedTuple):
     target_logprob: Tensor | None
     target_rank: Tensor | None
     lse: Tensor
+
+
+class Verified(NamedTuple):
+    """What is left of the drafts of each row; n is the number of drafts.
+
+    Attributes:
+        accepted: Number of accepted drafts, int64.
+        tokens: (..., n + 1) int64: the accepted drafts, then one more token, then -1.
+        logprobs: Logarithms of the probabilities of these tokens under the target, float32 (float64 for float64
+            logits); 0 for -1.
+        valid: False for a row whose target has no distribution where its one more token would be sampled: -1 is in
+            its place.
+    """
+
+    accepted: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    valid: Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from .arguments import Logits
 from .distribution import Distribution, Parameters, distribution_of, log_sum_of, masses_of
 from .noise import gumbel
 from .order import largest, rank_of
-from .results import Sampled, TopLogprobs
+from .results import Sampled, TopLogprobs, Verified
+from .verification import verified
 
 Tensor = torch.Tensor
 
@@ -39,7 +41,8 @@ def sample(logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor,
     chunks = []
     for first in range(0, max(len(scores), 1), count):
         part = slice(first, first + count)
-        chunks.append(_sample(scores[part], parameters.of_rows(part), seed[part], offset[part], raw, top))
+        of_part = parameters.map(operator.itemgetter(part))
+        chunks.append(_sample(scores[part], of_part, seed[part], offset[part], raw, top))
     of_rows: list[Any] = [
         None if parts[0] is None else torch.cat(parts).reshape(logits.rows + parts[0].shape[1:])
         for parts in zip(*chunks, strict=True)
@@ -94,6 +97,30 @@ def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     logprobs = found.logprob.narrow(dim, 0, k)
     own = None if of_target is None else found.logprob.select(dim, k)
     return TopLogprobs(values, indices, logprobs, own, rank, found.lse)
+
+
+@torch.no_grad()
+def verify(
+    target: Logits, drafts: Tensor, draft: Logits | None, parameters: Parameters, seed: Tensor, offset: Tensor
+) -> Verified:
+    """What is left of drafted tokens.
+
+    Args:
+        target: Logits (..., n + 1, tokens) of the large model.
+        drafts: Drafted tokens (..., n).
+        draft: Logits (..., n, tokens) that they were sampled from, or None.
+        parameters: Temperature and filters of each row of drafts.
+        seed, offset: What the noise of the first place of each row is made of.
+    """
+    *rows, n = drafts.shape
+    scores, places = _scores(target), torch.arange(n + 1, device=drafts.device)
+    of_target = distribution_of(scores, parameters.map(lambda t: t.repeat_interleave(n + 1)))
+    of_draft = None
+    if draft is not None:
+        of_draft = distribution_of(_scores(draft), parameters.map(lambda t: t.repeat_interleave(n)))
+    seeds = seed.repeat_interleave(n + 1), (offset.unsqueeze(1) + places).flatten()
+    left = verified(of_target, drafts.reshape(len(seed), n).long(), of_draft, *seeds, scores.dtype)
+    return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
 
 
 def _scores(logits: Logits) -> Tensor:
