@@ -34,6 +34,31 @@ def test_an_ignored_token_may_hold_nan(plan: str, reduction: Any) -> None:
         torch.testing.assert_close(a, c)
 
 
+@pytest.mark.parametrize("plan", ["stored", "columns"])
+@pytest.mark.parametrize(
+    ("classes", "value"),
+    [(slice(0, 4), -torch.inf), (slice(4, 11), -torch.inf), (slice(0, 11), -torch.inf), (5, torch.inf), (9, torch.nan)],
+)
+def test_infinite_logits(classes: Any, value: float, plan: str) -> None:
+    """Chunks have four columns.  A target that is excluded has the log-probability -inf, and a row with +inf none."""
+    x, w, b, target = head()
+    target = target.clamp(min=0)
+    with torch.no_grad():
+        b[classes] = value
+    found = osm.linear_token_logprobs(x, w, target, linear_bias=b, memory=MEMORY[plan])
+    z = functional.linear(x, w, b)
+    log_p = z.log_softmax(-1)
+    # No class of probability 0 adds to the entropy.
+    entropy = -torch.where(z == -torch.inf, 0.0, log_p.exp() * log_p.masked_fill(z == -torch.inf, 0.0)).sum(-1)
+    entropy = torch.where(z.logsumexp(-1).isfinite(), entropy, torch.nan)
+    theirs = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), entropy, z.logsumexp(-1)
+    for ours, want in zip(found, theirs, strict=True):
+        torch.testing.assert_close(ours, want, equal_nan=True)
+    pairs = [torch.autograd.grad(y[0].sum() + y[1].sum(), [x, w, b]) for y in (found, theirs)]
+    for ours, want in zip(*pairs, strict=True):
+        torch.testing.assert_close(ours, want, equal_nan=True)
+
+
 def test_an_ignored_nan_has_no_square_and_narrow_targets_select_their_class() -> None:
     """z_loss squares the lse of the columns' statistics; 255 columns fit uint8, and 256 do not."""
     x, w, b, target = head()
