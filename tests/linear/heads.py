@@ -27,14 +27,16 @@ def head(dtype: torch.dtype = torch.float64, bias: bool = True, seed: int = 0) -
     return x, w, b if bias else None, target  # type: ignore[return-value]
 
 
-def logits_of(x: Tensor, w: Tensor, b: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> Tensor:
-    z = functional.linear(x, w, b) * scale
+def logits_of(x: Tensor, w: Tensor, b: Tensor | None, scale: Any = 1.0, softcap: float | None = None) -> Tensor:
+    z = functional.linear(x, w, b) * (
+        scale if not isinstance(scale, Tensor) or not scale.dim() else scale.unsqueeze(-1)
+    )
     return z if softcap is None else softcap * torch.tanh(z / softcap)
 
 
 def expected(
     x: Tensor, w: Tensor, b: Tensor | None, target: Tensor, *, reduction: str = "mean", z_loss: float = 0.0,
-    token_weight: Tensor | None = None, scale: float = 1.0, softcap: float | None = None, **kwargs: Any,
+    token_weight: Tensor | None = None, scale: Any = 1.0, softcap: float | None = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """The loss on all logits."""
     z, soft = logits_of(x, w, b, scale, softcap), target.is_floating_point()

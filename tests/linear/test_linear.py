@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smoothing": {"label_smoothing": 0.1},
     "z_loss": {"z_loss": 0.01, "scale": 0.7},
     "softcap": {"softcap": 3.0, "scale": -1.3},
+    "scale": {"scale": torch.linspace(-1.0, 2.0, 15, dtype=torch.float64, device=DEVICE).reshape(TOKENS)},
     "weight": {"weight": torch.arange(1.0, 12.0, dtype=torch.float64, device=DEVICE)},
     "token_weight": {"token_weight": torch.arange(15.0, dtype=torch.float64, device=DEVICE).reshape(TOKENS)},
     "everything": {
@@ -59,7 +60,11 @@ def test_cross_entropy(plan: str, reduction: Any, options: str) -> None:
         reduction = "sum"
     for bias in (False, True):
         x, w, b, target = head(bias=bias)
-        memory = MEMORY[plan] if plan != "columns" or options in ("plain", "z_loss", "softcap") else MEMORY["tokens"]
+        memory = (
+            MEMORY[plan]
+            if plan != "columns" or options in ("plain", "z_loss", "softcap", "scale")
+            else MEMORY["tokens"]
+        )
         ours = osm.linear_cross_entropy(x, w, target, linear_bias=b, reduction=reduction, memory=memory, **given)
         theirs = expected(x, w, b, target, reduction=reduction, **given)
         same_with_gradients(ours, theirs, [t for t in (x, w, b) if t is not None])
@@ -85,7 +90,7 @@ def test_token_logprobs(plan: str) -> None:
         log_p = z.log_softmax(-1)
         return log_p.gather(-1, known.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1), z.logsumexp(-1)
 
-    options = {"scale": 0.9, "softcap": 5.0}
+    options: dict[str, Any] = {"scale": torch.rand(TOKENS, device=DEVICE).double() + 0.5, "softcap": 5.0}
     for i in range(3):
         ours = osm.linear_token_logprobs(x, w, known, linear_bias=b, memory=MEMORY[plan], **options)
         assert (ours.logprob <= 0).all()
@@ -139,17 +144,18 @@ def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "why_not_kernels", lambda *_: None)
     monkeypatch.setattr(rows, "CHOICE", Choice("triton"))
     x, w, b, target = head()
-    given: dict[str, Any] = {"linear_bias": b, "memory": MEMORY[plan], "softcap": 3.0}
+    options: dict[str, Any] = {"softcap": 3.0, "scale": torch.linspace(0.5, 2.0, 15).double().reshape(TOKENS)}
+    given: dict[str, Any] = {"linear_bias": b, "memory": MEMORY[plan], **options}
     ours = osm.linear_cross_entropy(x, w, target, **given)
-    same_with_gradients(ours, expected(x, w, b, target, softcap=3.0), [x, w, b])
+    same_with_gradients(ours, expected(x, w, b, target, **options), [x, w, b])
     if plan != "columns":
         kept = osm.linear_cross_entropy(x, w, target, return_stats=True, **given)[1]
-        z = logits_of(x, w, b, softcap=3.0).flatten(0, 1)
+        z = logits_of(x, w, b, **options).flatten(0, 1)
         torch.testing.assert_close(kept.lse.flatten(), z.logsumexp(1))
         assert torch.equal(kept.largest.flatten(), z.argmax(1))
 
     def stats() -> Any:
-        return osm.token_logprobs(logits_of(x, w, b, softcap=3.0), target.clamp(min=0), backend="eager")
+        return osm.token_logprobs(logits_of(x, w, b, **options), target.clamp(min=0), backend="eager")
 
     how = {**given, "memory": MEMORY["columns" if plan == "tokens" else plan]}
     found: Any = osm.linear_token_logprobs(x, w, target.clamp(min=0), **how)

@@ -233,7 +233,10 @@ def test_autocast_casts_as_linear_does() -> None:
         (TypeError, "argument 'acc_dtype' must be torch.dtype", {"acc_dtype": "float32"}),
         (ValueError, "acc_dtype must be torch.float32 or the dtype of the weight", {"acc_dtype": torch.bfloat16}),
         (ValueError, "acc_dtype=torch.float16 would overflow", {"acc_dtype": torch.float16}),
-        (TypeError, "scale must be a number", {"scale": torch.tensor(1.0)}),
+        (ValueError, "scale has shape", {"scale": torch.ones(15)}),
+        (RuntimeError, "scale must be floating point", {"scale": torch.ones(3, 5, dtype=torch.int64)}),
+        (RuntimeError, "scale requires a gradient", {"scale": torch.ones((), requires_grad=True)}),
+        (TypeError, "scale must be a number", {"scale": "1"}),
         (ValueError, "softcap must be", {"softcap": -1.0}),
     ],
 )

@@ -26,7 +26,7 @@ __all__ = ["linear_cross_entropy", "linear_token_logprobs", "linear_token_loss"]
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
     weight: Tensor | None = None, reduction: Reduction = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None, token_weight: Tensor | None = None,
+    z_loss: float = 0.0, scale: float | Tensor = 1.0, softcap: float | None = None, token_weight: Tensor | None = None,
     dtype: torch.dtype | None = None, return_stats: bool = False, memory: int | None = None,
     acc_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
@@ -46,7 +46,8 @@ def linear_cross_entropy(
         ignore_index: Target of tokens that count for nothing, whatever their input holds.
         label_smoothing: Part of the target, from 0 to 1, that is spread over all classes.
         z_loss: Factor of lse², which is added to the loss of each token.
-        scale: Factor of the logits.
+        scale: Factor of the logits, an inverse temperature: a number, or a tensor without a gradient, with one number
+            or one for each token, of the shape (...).
         softcap: Soft bound on their magnitude, softcap * tanh(scale * logits / softcap).
         token_weight: Factor of the loss of each token, of the shape (...), without a gradient.  The divisor of a mean
             does not contain it.
@@ -83,7 +84,8 @@ def linear_cross_entropy(
 
 def linear_token_logprobs(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    ignore_index: int | None = None, scale: float = 1.0, softcap: float | None = None, memory: int | None = None,
+    ignore_index: int | None = None, scale: float | Tensor = 1.0, softcap: float | None = None,
+    memory: int | None = None,
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probability of each target, entropy and logsumexp of each token, without all logits at a time.
 
@@ -116,7 +118,7 @@ def linear_token_logprobs(
 
 def linear_token_loss(
     input: Tensor, linear_weight: Tensor, target: Tensor, loss: Callable[..., Tensor], *per_token: Tensor,
-    linear_bias: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100, scale: float = 1.0,
+    linear_bias: Tensor | None = None, reduction: str = "mean", ignore_index: int = -100, scale: float | Tensor = 1.0,
     softcap: float | None = None, memory: int | None = None, acc_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """A loss of the log-probability, entropy and logsumexp of each token, with its gradients in the forward pass.

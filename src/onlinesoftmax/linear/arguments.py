@@ -93,10 +93,27 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple([t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors])
 
 
-def checked_options_of(name: str, scale: Any, softcap: Any) -> Any:
-    """The score options, or None; the scale is a number."""
+def checked_options_of(name: str, scale: Any, softcap: Any, head: Head | None = None) -> Any:
+    """The score options, or None; a scale that is a tensor gets the shape (tokens, 1) or ().
+
+    Args:
+        name, scale, softcap: The name of the public function, and its arguments.
+        head: Its tensors; None where the scale must be a number.
+    """
     if isinstance(scale, Tensor):
-        raise TypeError(f"{name}(): scale must be a number, not Tensor")
+        if head is None:
+            raise TypeError(f"{name}(): scale must be a number, not Tensor")
+        caller, dtype = f"{name}()", head.input.dtype
+        if not scale.is_floating_point():
+            raise RuntimeError(f"{caller}: scale must be floating point, got {scale.dtype}")
+        if scale.dim() and tuple(scale.shape) != head.shape:
+            raise ValueError(f"{caller}: scale has shape {tuple(scale.shape)}, and must have () or {head.shape}")
+        if scale.device != head.input.device:
+            raise RuntimeError(f"{caller}: scale is on {scale.device}, and input on {head.input.device}")
+        check_constant(caller, "scale", scale, "is not computed; without a bias, multiply input by it instead")
+        # A copy, because the backward pass reads it too.
+        scale = scale.detach().to(accumulator_of(dtype, dtype), copy=True)
+        scale = scale.reshape(-1, 1) if scale.dim() else scale
     return checked_options(name, scale, softcap, None, None, False, "nan")
 
 

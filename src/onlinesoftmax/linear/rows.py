@@ -35,6 +35,13 @@ class Statistics(NamedTuple):
     lse: Tensor
 
 
+def of_part(options: ScoreOptions | None, part: slice) -> ScoreOptions | None:
+    """The options of a chunk of tokens."""
+    if options is None or not isinstance(options.scale, Tensor) or not options.scale.dim():
+        return options
+    return options._replace(scale=options.scale[part])
+
+
 def losses(
     z: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, factor: Tensor | None, stats: bool
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:

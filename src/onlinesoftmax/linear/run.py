@@ -39,7 +39,7 @@ def cross_entropy(
     """As `linear_cross_entropy`; `numbers` has reduction, ignore_index, label_smoothing, z_loss, scale and softcap."""
     name, (reduction, *given, scale, softcap) = "linear_cross_entropy", numbers
     head = checked_head(name, *tensors, soft=True)
-    options = checked_options_of(name, scale, softcap)
+    options = checked_options_of(name, scale, softcap, head)
     ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given))
     classes, soft = len(head.weight), head.target.is_floating_point()
     check_weight(f"{name}()", weight, head.input, classes)
@@ -86,7 +86,7 @@ def token_logprobs(
     """As `linear_token_logprobs`; with `sharing`, other processes have the other classes."""
     name = "linear_token_logprobs"
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
-    options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
+    options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()
     plan = plan_for(name, head, checked_memory(name, memory), sharing=sharing)
     inputs = head.input, head.weight, head.bias
     logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options, sharing)
@@ -106,7 +106,7 @@ def token_loss(
     """
     name, (reduction, ignore_index, scale, softcap) = "linear_token_loss", numbers
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
-    options, of_target = checked_options_of(name, scale, softcap), signed(head.target).long()
+    options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()
     if not callable(loss):
         raise TypeError(f"{name}(): argument 'loss' must be a function, not {type(loss).__name__}")
     if reduction not in ("mean", "sum"):
@@ -125,7 +125,8 @@ def token_loss(
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
         local = own_target[part]
         local = local.where((local >= 0) & (local < z.shape[1]), -1)
-        known = rows.statistics(z, local, options)
+        of_tokens = rows.of_part(options, part)
+        known = rows.statistics(z, local, of_tokens)
         if sharing is not None:
             known = sharing.merged(known, of_target[part])
         known = known._replace(logprob=known.logprob.clamp(max=0.0).masked_fill(ignored[part], 0.0))
@@ -151,7 +152,7 @@ def token_loss(
         dlse = zeros if dlse is None else dlse
         # Where another process has the target, the gradient of its logarithm is one of the sum alone.
         dlse = torch.where(local < 0, dlse - dlogprob, dlse)
-        return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, dlse, options)
+        return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, dlse, of_tokens)
 
     work = Work(plan, of_chunk, ignored, records(head), sharing, sum_dtype)
     total = divided(whole(KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]), divisor)
@@ -219,7 +220,8 @@ def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, return_stats: bool
     """The function of a chunk for cross-entropy: its outputs are the losses, and lse, entropy and the largest class."""
 
     def of_chunk(z: Tensor, part: slice, factor: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
-        return rows.losses(z, head.target[part], weight, loss, factor, return_stats)
+        of_tokens = loss._replace(options=rows.of_part(loss.options, part))
+        return rows.losses(z, head.target[part], weight, of_tokens, factor, return_stats)
 
     return of_chunk
 
