@@ -15,9 +15,8 @@ from ..core.arrays import Array, namespace
 from ..core.declaration import Operation
 from ..core.options import Functions, ScoreOptions, causal_mask, scores
 from ..core.state import State, shift
-from ..ops import OPERATIONS
-from ..ops.cross_entropy.arguments import NAME as CROSS_ENTROPY
-from ..ops.cross_entropy.formulas import loss_of_weights
+from ..ops import CROSS_ENTROPY, OPERATIONS
+from ..ops.cross_entropy.formulas import divisor, loss_of_weights
 from ..ops.reference import evaluate, with_sums
 from .arguments import ARRAY_TYPES, Loss
 
@@ -134,9 +133,9 @@ def losses(loss: Loss, element_index: Any, row_index: Any, z: Array, outputs: tu
         operands: dict[str, Any] = {"smoothing": loss.smoothing} if loss.smoothing else {}
         if loss.weight is not None and weight is not None:
             operands |= {"weight": weight, "w_target": loss.weight[target], "weight_sum": weight.sum()}
-        values, _ = outputs_of(CROSS_ENTROPY, z, axis, operands, outputs, target)
+        values, _ = outputs_of(CROSS_ENTROPY.name, z, axis, operands, outputs, target)
     else:
-        values, found = outputs_of(CROSS_ENTROPY, z, axis, {}, ("l", *outputs[1:]))
+        values, found = outputs_of(CROSS_ENTROPY.name, z, axis, {}, ("l", *outputs[1:]))
         q = loss.target[element_index].astype(np.float64) if target is None else found["columns"] == target
         kept = np.broadcast_to(np.True_ if mask is None else part(mask, loss.x, element_index), z.shape)
         q = (1 - loss.smoothing) * q + loss.smoothing * np.where(kept, 1 / kept.sum(axis, keepdims=True), 0.0)
@@ -152,10 +151,9 @@ def reduced(loss: Loss, losses: Array, penalties: Array) -> Array:
         return losses + penalties
     total, penalty = np.sum(losses), np.sum(penalties)
     if loss.reduction == "mean":
-        count = np.count_nonzero(loss.counts) if loss.x.shape[loss.axis] else 0
-        divisor: Any = count
+        counts, own = loss.counts & bool(loss.x.shape[loss.axis]), None
         if loss.weight is not None and not loss.of_classes:
-            own = loss.weight[np.where(loss.counts, loss.target, 0).astype(np.int64)] if count else np.zeros(())
-            divisor = np.sum(np.where(loss.counts, own, 0.0))
-        total, penalty = np.true_divide(total, divisor), np.true_divide(penalty, count) if loss.z_loss else penalty
+            own = loss.weight[np.where(counts, loss.target, 0).astype(np.int64)] if counts.any() else np.zeros(())
+        total = np.true_divide(total, divisor(np, counts, own))
+        penalty = np.true_divide(penalty, divisor(np, counts)) if loss.z_loss else penalty
     return total + penalty

@@ -25,6 +25,9 @@ OPERATIONS: dict[str, Operation] = {
 }  # fmt: skip
 """Every operation by name.  The order is that of the parameters of the CUDA kernels."""
 
+CROSS_ENTROPY, TOKEN_LOGPROBS = cross_entropy.FORWARD, token_logprobs.FORWARD
+"""The operations with a target."""
+
 FORWARD: tuple[str, ...] = tuple(name for name, operation in OPERATIONS.items() if not operation.backward)
 """Names of the public functions."""
 

@@ -16,7 +16,7 @@ from ..core.call import NOTHING, Call
 from ..core.declaration import Output
 from ..kernels import registry
 from ..ops import OPERATIONS
-from ..ops.cross_entropy.formulas import divisor
+from ..ops.cross_entropy.formulas import divisor_of
 from ..ops.reference import evaluate, with_sums
 from . import eager
 from .formulas import accumulator_of
@@ -76,7 +76,7 @@ def _by_formula(call: Call, output: Output, outputs: tuple[str, ...]) -> Tensor:
     if output.kind == "element" and "dy" not in values:
         # y is the gradient of the scalar that the call also writes: the mean or the sum.
         of_sums = with_sums(operation.name, xp, values, dim, operation.result.name)
-        values["dy"] = 1.0 / divisor(xp, **of_sums) if "mean_loss" in outputs else 1.0
+        values["dy"] = 1.0 / divisor_of(xp, **of_sums) if "mean_loss" in outputs else 1.0
     y = evaluate(operation.name, xp, values, dim, output.name)
     if output.kind == "element":
         y = y * (options.scale * slope_of(options, x, y.dtype))

@@ -8,6 +8,7 @@ import torch
 
 from ..core.call import Settings
 from ..core.options import ScoreOptions
+from ..ops.cross_entropy.formulas import divisor
 from .formulas import accumulator_of
 
 
@@ -112,7 +113,7 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
     """Divisor of a mean, on the device: the number of rows that count, or the sum of their weights."""
     counts = counted(target, loss)
     if weight is None:
-        return counts.sum().to(dtype)
+        return divisor(torch, counts).to(dtype)
     if not weight.numel():
         # There is no class, and `index_select` takes nothing from an empty tensor.
         return weight.to(dtype).sum()
@@ -120,7 +121,7 @@ def count_of(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss, dtyp
     inside = counts & is_class(target, weight.numel())
     # An index without dimensions would be read by the host, which vmap and traces do not allow.
     of_row = weight.to(dtype).index_select(0, target.where(inside, 0).long().flatten())
-    return of_row.where(inside.flatten(), 0).sum()
+    return divisor(torch, inside.flatten(), of_row)
 
 
 def scales_weight(target: torch.Tensor, weight: torch.Tensor | None, loss: Loss) -> bool:

@@ -65,10 +65,20 @@ def loss_of_weights(xp: Any, x: Array, m: Array, l: Array, weights: Array, total
     return xp.where(is_defined(xp, l), -total(xp.where(weights == 0, 0.0, weights * log_p)), np.nan)
 
 
-def divisor(xp: Any, **row: Array) -> Array:
-    """Divisor of the mean of the losses: the number of rows that count, or the sum of the weights of their targets."""
-    counts = ~_is_ignored(row)
-    return xp.where(counts, row["w_target"], 0.0).sum() if "w_target" in row else counts.sum()
+def divisor(xp: Any, counts: Array, w_target: Array | None = None) -> Array:
+    """Divisor of the mean of the losses: the number of rows that count, or the sum of the weights of their targets.
+
+    Args:
+        xp: The array library.
+        counts: True for the rows that count.
+        w_target: Weight of the target of each row; None without weights.
+    """
+    return counts.sum() if w_target is None else xp.where(counts, w_target, 0.0).sum()
+
+
+def divisor_of(xp: Any, **row: Array) -> Array:
+    """`divisor` from the operands of the rows."""
+    return divisor(xp, ~_is_ignored(row), row.get("w_target"))
 
 
 def gradient_terms(xp: Any, x: Array, dy: Array, m: Array, l: Array, **row: Array) -> tuple[Array, Array]:
@@ -90,7 +100,7 @@ FORWARD = Formula(
     {**SUMS, "wz": weighted_scores, "largest": lambda xp, x, **_: x},
     {
         "loss": loss,
-        "mean_loss": lambda xp, **values: loss(xp, **values).sum() / divisor(xp, **values),
+        "mean_loss": lambda xp, **values: loss(xp, **values).sum() / divisor_of(xp, **values),
         "total_loss": lambda xp, **values: loss(xp, **values).sum(),
         "y": gradient,
         **STATISTICS,
