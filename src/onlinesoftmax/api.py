@@ -265,7 +265,7 @@ def cross_entropy(
     fields = (settings, ignore_index, reduction, label_smoothing, z_loss, scores, inplace_backward)
     if check:
         runner.check_targets(input, target, weight, fields)
-    return runner.cross_entropy(input, target, weight, fields, return_stats)
+    return runner.run_loss(input, target, weight, fields, return_stats)
 
 
 def token_logprobs(
@@ -322,7 +322,7 @@ def token_logprobs(
     if check:
         runner.check_tokens(logits, index, dim, ignore_index)
     choice = Choice(backend, strategy, batch_invariant)
-    return runner.token_logprobs(logits, index, dim, options, entropy, choice, ignore_index)
+    return runner.run_tokens(logits, index, dim, options, entropy, choice, ignore_index)
 
 
 def _is_dtensor(kind: type) -> bool:

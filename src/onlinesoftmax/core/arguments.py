@@ -1,7 +1,7 @@
 """The checks of a call's arguments that every array library shares; errors have PyTorch's types and name the argument.
 
 A library describes its arrays in a `Library`, the first argument of these functions.  The rules of one operation
-stand in its room (ops/cross_entropy/arguments.py, ops/token_logprobs/arguments.py).
+stand in its room (ops/cross_entropy/arguments.py).
 """
 
 from __future__ import annotations
@@ -161,3 +161,23 @@ def check_range(name: str, index: Array, classes: int, wrong: Array) -> None:
     value, count = index[position].item(), int(wrong.sum())
     more = f"; {count} of {math.prod(index.shape)} are out of range" if count > 1 else ""
     raise IndexError(f"{name} is {value}{where}, which is not in [0, {classes}){more}")
+
+
+def checked_index_dim(library: Library, function: str, x: Any, index: Any, dim: Any) -> int:
+    """The dimension of the columns, counted from 0, after the checks of the logits and of the columns that are picked.
+
+    Args:
+        library: The library of both arrays.
+        function: Name of the public function.
+        x: The logits.
+        index: One column of each row, or several along `dim`.
+        dim: The argument of the caller.
+    """
+    caller = f"{function}()"
+    check_logits(library, caller, "logits", x, "index", index)
+    if x.ndim == 0:
+        raise ValueError(f"{caller}: logits need a dimension of tokens, got shape ()")
+    axis = checked_dim(function, dim, x.ndim)
+    several = index.shape[axis : axis + 1] if index.ndim == x.ndim else ()
+    check_index(library, caller, "index", x, index, (*x.shape[:axis], *several, *x.shape[axis + 1 :]))
+    return axis

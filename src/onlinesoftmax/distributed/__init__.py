@@ -223,7 +223,7 @@ def token_logprobs(
         _run(
             "token_logprobs", Operands(local, mask, index), (dim, entropy), (scale, softcap),
             (exchange, backend, strategy, shards, group),
-            lambda call: losses.token_logprobs(local, index, dim, entropy, call),
+            lambda call: losses.log_probabilities(local, index, dim, entropy, call),
         )
     )  # fmt: skip
     result: Any = found if ignore_index is None else without_ignored(found, index, ignore_index)

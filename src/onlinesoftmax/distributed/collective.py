@@ -18,7 +18,7 @@ import torch
 
 from ..core.processes import gathered_flat, start_gathering
 from ..kernels.sharded import STATES, ShardedRows
-from ..ops import OPERATIONS
+from ..ops import OPERATIONS, TOKEN_LOGPROBS
 from ..torch.formulas import accumulator_of
 from ..torch.prepare import DTYPE_NAMES, Prepared, aligned, prepared
 from ..torch.small_kernels import prepared_sharded, total_after_losses
@@ -28,9 +28,7 @@ from .shards import Operands, ShardSignature, to_local_columns
 
 Tensor = torch.Tensor
 
-_FORWARD = OPERATIONS["token_logprobs"]
-_BACKWARD = OPERATIONS[_FORWARD.gradient_name]
-
+_BACKWARD = OPERATIONS[TOKEN_LOGPROBS.gradient_name]
 
 CHUNK_BYTES = 4 << 20
 """Least bytes that each process receives for a chunk of rows.
@@ -67,7 +65,7 @@ class Chunk:
         # A process without columns has nothing to launch.
         if x.numel():
             local_target = to_local_columns(target, signature.shards)
-            call = call_of(_FORWARD, Shard.of(signature, operands, local_target), {"target": local_target})
+            call = call_of(TOKEN_LOGPROBS, Shard.of(signature, operands, local_target), {"target": local_target})
             more = ("entropy",) if "entropy" in self.rows.sent else ()
             self.states, named = prepared(call, ("y", "m", "l", *more))
             self.numbers = {name: value for name, value in named.items() if isinstance(value, int)}

@@ -18,7 +18,7 @@ from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.declaration import Operation
 from ..core.options import PLAIN, ScoreOptions
 from ..core.task import Choice
-from ..ops import OPERATIONS
+from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..ops.cross_entropy.arguments import class_dim
 from ..torch import loss_run as whole_rows
 from ..torch import run as torch_run
@@ -30,7 +30,7 @@ from .layout import MeshLayout, compare, layout_of, local_of, without_partial_su
 from .shards import ShardedInput
 from .softmax import softmax
 
-__all__ = ["Loss", "check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]
+__all__ = ["Loss", "check_targets", "check_tokens", "run", "run_loss", "run_plain", "run_tokens"]
 
 Tensor = torch.Tensor
 
@@ -103,7 +103,7 @@ def _sharded_call(name: str, layout: MeshLayout, options: ScoreOptions | None, c
     return ShardedInput(layout.softmax_groups, options or PLAIN, choice, layout.shards)
 
 
-def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
+def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
     """The loss as a DTensor: a number that every process has, or one loss per row, sharded as the rows are.
 
     Args:
@@ -111,7 +111,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         fields: The fields of `Loss`.
         return_stats: Return the statistics too.
     """
-    name, loss = "cross_entropy", checked_loss(x, target, weight, Loss(*fields))
+    name, loss = CROSS_ENTROPY.name, checked_loss(x, target, weight, Loss(*fields))
     layout = layout_of(name, x, (class_dim(x),))
     arguments = {"target": target, "weight": weight, "loss": loss, "return_stats": return_stats}
     _, local = _local(name, x, layout, arguments, over_rows=loss.reduction != "none")
@@ -131,7 +131,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
             settings=loss.settings._replace(dtype=wide), reduction="none",
             options=layout.options(loss.options, local.device),
         )  # fmt: skip
-        rows = whole_rows.cross_entropy(local, target, weight, each, return_stats)
+        rows = whole_rows.run_loss(local, target, weight, each, return_stats)
         if return_stats:
             rows, stats = rows
         y = losses.reduced(rows, target, weight, loss, layout.row_groups).to(dtype)
@@ -153,25 +153,25 @@ def _check_available(probabilities: bool, return_stats: bool, loss: Loss, wider:
             raise NotImplementedError(f"cross_entropy(): {name} is not available if the softmax dimension is sharded")
 
 
-def token_logprobs(
+def run_tokens(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice, ignore_index: Any = None
 ) -> TokenLogprobs:
     """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
-    name = "token_logprobs"
+    name = TOKEN_LOGPROBS.name
     axis = whole_rows.check_token_arguments(x, index, dim)
     if index.dim() == x.dim():
         raise NotImplementedError(f"{name}(): index with several tokens of each row is not available for a DTensor")
-    check_options(Call(OPERATIONS[name], x, Settings(dim), options))
+    check_options(Call(TOKEN_LOGPROBS, x, Settings(dim), options))
     layout = layout_of(name, x, (axis,))
     arguments = {"index": index, "dim": layout.dims, "options": options, "entropy": entropy, "choice": choice}
     _, local = _local(name, x, layout, arguments)
     index, options = layout.per_row("index", index), layout.options(options, local.device)
     if layout.softmax_groups:
         call = _sharded_call(name, layout, options, choice)
-        found = losses.named(losses.token_logprobs(local, index, axis, entropy, call))
+        found = losses.named(losses.log_probabilities(local, index, axis, entropy, call))
         found = found if ignore_index is None else whole_rows.without_ignored(found, index, ignore_index)
     else:
-        found = whole_rows.token_logprobs(local, index, axis, options, entropy, choice, ignore_index)
+        found = whole_rows.run_tokens(local, index, axis, options, entropy, choice, ignore_index)
     return TokenLogprobs(*(None if t is None else layout.rows(t) for t in found))
 
 
@@ -179,11 +179,11 @@ def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> 
     """Check the arguments, and the range of every target on every process, so that all raise the same error."""
     loss = checked_loss(x, target, weight, Loss(*fields))
     # Only the shape of x is used, so its partial sums are not added here.
-    layout = layout_of("cross_entropy", x, (class_dim(x),))
+    layout = layout_of(CROSS_ENTROPY.name, x, (class_dim(x),))
     whole_rows.check_targets(x, layout.whole("target", target), None, loss)
 
 
 def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
     """Check the arguments, and the range of every index on every process, so that all raise the same error."""
-    layout = layout_of("token_logprobs", x, (whole_rows.check_token_arguments(x, index, dim),))
+    layout = layout_of(TOKEN_LOGPROBS.name, x, (whole_rows.check_token_arguments(x, index, dim),))
     whole_rows.check_tokens(x, layout.whole("index", index), dim, ignore_index)

@@ -15,7 +15,7 @@ from ..core.call import NOTHING, Call, Settings
 from ..core.declaration import Operation
 from ..core.options import PLAIN, ScoreOptions, softcap_slope
 from ..core.task import ANY, Choice, ColumnRange
-from ..ops import OPERATIONS
+from ..ops import OPERATIONS, TOKEN_LOGPROBS
 from ..planner.plan import PlanError
 from ..torch import eager
 from ..torch.autograd import launch
@@ -27,8 +27,7 @@ from .shards import Operands, ShardSignature
 
 Tensor = torch.Tensor
 
-_FORWARD, _WITHOUT_TARGET = OPERATIONS["token_logprobs"], OPERATIONS["logsumexp"]
-_BACKWARD = OPERATIONS[_FORWARD.gradient_name]
+_WITHOUT_TARGET, _BACKWARD = OPERATIONS["logsumexp"], OPERATIONS[TOKEN_LOGPROBS.gradient_name]
 
 XP = namespace(torch.empty(0))
 """PyTorch's functions for the formulas.  torch.compile cannot trace how they are found."""
@@ -111,12 +110,12 @@ def states(shard: Shard, kernels: bool, entropy: bool = False, weighted: bool = 
 
 
 def _numbers_by_kernel(shard: Shard, entropy: bool) -> dict[str, Tensor]:
-    # For 16-bit logits, token_logprobs sums only as exactly as they need, and is faster.  logsumexp always sums to
-    # float32 accuracy.
+    # For 16-bit logits, the operation with a target sums only as exactly as they need, and is faster.  logsumexp always
+    # sums to float32 accuracy.
     if shard.target is None:
         return dict(zip(("m", "l"), launch(call_of(_WITHOUT_TARGET, shard), ("m", "l")), strict=True))
     more = ("entropy",) if entropy else ()
-    numbers = launch(call_of(_FORWARD, shard, {"target": shard.target}), ("y", "m", "l", *more))
+    numbers = launch(call_of(TOKEN_LOGPROBS, shard, {"target": shard.target}), ("y", "m", "l", *more))
     return dict(zip(("logprob", "m", "l", *more), numbers, strict=True))
 
 
@@ -225,7 +224,7 @@ def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
 
 
 def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor]) -> Tensor:
-    """The gradient of token_logprobs with respect to the local logits, from these operands with one value per row."""
+    """The gradient with respect to the local logits, from these operands with one value per row."""
     operands = {name: t.contiguous() for name, t in given.items()}
     (dx,) = launch(call_of(_BACKWARD, shard, operands), ("y",))
     return dx

@@ -12,6 +12,7 @@ from ..core.arguments import checked_dim
 from ..core.call import Settings, TokenLogprobs
 from ..core.options import PLAIN
 from ..core.processes import gathered
+from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..torch import eager
 from ..torch.arguments import check_first_derivative, check_index, check_weight
 from ..torch.formulas import accumulator_of
@@ -43,7 +44,7 @@ def cross_entropy(
             "dtype": str(loss.settings.dtype),
         }  # fmt: skip
 
-    shards = shards_of("cross_entropy", x, dim, call, more)
+    shards = shards_of(CROSS_ENTROPY.name, x, dim, call, more)
     _check_target("cross_entropy()", "target", x, target, dim)
     target, call = _signed(target, call)
     check_weight("cross_entropy()", weight, x, shards.total)
@@ -144,18 +145,18 @@ class OverRows(torch.autograd.Function):
         return dy / ctx.saved_tensors[0] if ctx.saved_tensors else dy, None, None
 
 
-def token_logprobs(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: ShardedInput) -> tuple[Tensor, ...]:
+def log_probabilities(x: Tensor, index: Tensor, dim: Any, entropy: bool, call: ShardedInput) -> tuple[Tensor, ...]:
     """(logprob, lse), and the entropy if it is asked for; the same on every process."""
-    dim = checked_dim("token_logprobs", dim, x.dim())
-    shards = shards_of("token_logprobs", x, dim, call, lambda: {"index": kind_of(index), "entropy": bool(entropy)})
-    _check_target("token_logprobs()", "index", x, index, dim)
+    dim = checked_dim(TOKEN_LOGPROBS.name, dim, x.dim())
+    shards = shards_of(TOKEN_LOGPROBS.name, x, dim, call, lambda: {"index": kind_of(index), "entropy": bool(entropy)})
+    _check_target(f"{TOKEN_LOGPROBS}()", "index", x, index, dim)
     index, call = _signed(index, call)
     outputs = ("y", "lse", *(("entropy",) if entropy else ()))
     return _statistics(x, index, dim, shards, call, outputs, accumulator_of(x.dtype, x.dtype))
 
 
 def named(numbers: tuple[Tensor, ...]) -> TokenLogprobs:
-    """The result of token_logprobs from (logprob, lse) or (logprob, lse, entropy)."""
+    """The named results of (logprob, lse) or (logprob, lse, entropy)."""
     logprob, lse, *entropy = numbers
     return TokenLogprobs(logprob, entropy[0] if entropy else None, lse)
 

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from ..core.processes import device_of_small_exchanges, gathered, timeout_of
 from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, ColumnRange
 from ..kernels import registry
 from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
 from ..planner.strategies import TABLE
+from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.prepare import DTYPE_NAMES
 from ..torch.reasons import DTYPES
@@ -149,12 +149,7 @@ def _found(group: Any) -> Peers | None:
 
 def is_plain(x: Any) -> bool:
     """True for a tensor without functions of its own, outside of traces, functorch transforms and forward mode."""
-    return (
-        type(x) in PLAIN_TYPES
-        and not torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-    )
+    return type(x) in PLAIN_TYPES and not torch.compiler.is_compiling() and not is_transformed()
 
 
 def with_a_column(x: Tensor, dim: int) -> Tensor:

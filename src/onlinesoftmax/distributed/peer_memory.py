@@ -18,7 +18,7 @@ import torch
 
 from ..core.call import Call, Settings
 from ..core.task import ColumnRange
-from ..ops import OPERATIONS
+from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..torch.arguments import check_first_derivative
 from ..torch.autograd import prepared_launch, prepared_recording
 from ..torch.formulas import accumulator_of
@@ -29,8 +29,6 @@ from .mailboxes import with_a_column
 from .shards import Operands, ShardSignature
 
 Tensor = torch.Tensor
-
-_LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
 
 
 class PeerLaunches:
@@ -50,7 +48,7 @@ class PeerLaunches:
         x, target, weight = operands.x, operands.target, operands.weight
         loss, wide = signature.loss, accumulator_of(x.dtype, x.dtype)
         self.signature, self.columns, self._wide = signature, columns, wide
-        operation = _LOGPROBS if loss is None else _LOSS
+        operation = TOKEN_LOGPROBS if loss is None else CROSS_ENTROPY
         self.results = tuple("loss" if name == "y" and loss is not None else name for name in signature.outputs)
         self._in_forward = with_gradient and signature.reduces
         saved = () if not with_gradient else ("y",) if self._in_forward else ("m", "l")
@@ -82,7 +80,7 @@ class PeerLaunches:
                 return found
 
             tensors = {"target": target} if weight is None else {"target": target, "weight": weight}
-            whole = Call(_LOSS, x, Settings(signature.dim), beside=tensors)
+            whole = Call(CROSS_ENTROPY, x, Settings(signature.dim), beside=tensors)
             self._run = prepared_recording(whole, ("loss", "y"), ("loss",), run=reduced_with_gradient(rows, small))
 
     def __call__(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[Tensor, ...]:

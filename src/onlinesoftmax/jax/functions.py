@@ -302,7 +302,7 @@ def cross_entropy(
     """
     options, numbers = options_of(scale, softcap, None, where), {"smoothing": label_smoothing, "z_loss": z_loss}
     choice, reduced = Choice(backend, strategy), LossReduction(reduction, ignore_index)
-    return loss_run.cross_entropy(logits, labels, axis, options, numbers, choice, axis_name, reduced)
+    return loss_run.run_loss(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 
 
 def token_logprobs(
@@ -352,7 +352,7 @@ def token_logprobs(
     """
     options = options_of(scale, softcap, None, where)
     choice = Choice(backend, strategy)
-    return loss_run.token_logprobs(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
+    return loss_run.run_tokens(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
 
 
 def _elementwise(

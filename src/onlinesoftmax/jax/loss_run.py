@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import ops
 from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
@@ -22,15 +23,14 @@ from .prepare import Axis, Rows, as_array, axes_of, check_no_list, checked_input
 from .run import Numbers, call_on, results
 from .signature import Values
 
-CROSS_ENTROPY, TOKEN_LOGPROBS = "cross_entropy", "token_logprobs"
-"""Names of the operations."""
+CROSS_ENTROPY, TOKEN_LOGPROBS = ops.CROSS_ENTROPY.name, ops.TOKEN_LOGPROBS.name
 
 EAGER = Choice("eager", "row")
 """The choice of XLA's operations."""
 
 
 class TokenLogprobs(NamedTuple):
-    """Results of `token_logprobs`, one value per row.
+    """Log-probability, entropy and logsumexp, one value per row.
 
     Attributes:
         logprob: Logarithm of the probability of the chosen element.
@@ -43,7 +43,7 @@ class TokenLogprobs(NamedTuple):
     lse: jax.Array
 
 
-def cross_entropy(
+def run_loss(
     logits: Any, labels: Any, axis: Axis, options: ScoreOptions, numbers: Numbers, choice: Choice,
     axis_name: Any, reduction: LossReduction,
 ) -> Array:  # fmt: skip
@@ -99,7 +99,7 @@ def _losses(
     return (1 - numbers["smoothing"]) * own + numbers["smoothing"] * spread
 
 
-def token_logprobs(
+def run_tokens(
     logits: Any, index: Any, axis: Axis, options: ScoreOptions, entropy: bool, choice: Choice, axis_name: Any = None,
     ignore_index: Any = None,
 ) -> TokenLogprobs:  # fmt: skip

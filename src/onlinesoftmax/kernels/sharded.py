@@ -34,7 +34,7 @@ class ShardedRows(NamedTuple):
         y, lse, entropy, m, l: OUTPUTS; `incoming` reads m and l.
         dy, dlse: Gradients of y and of lse; one number if `scalar`, else one per row.
         count: (1 / divisor, divisor) of a mean; dy is divided by the divisor.
-        to_y, to_lse: Results of `incoming`: the operands dy and dlse of the gradient of token_logprobs.  If another
+        to_y, to_lse: Results of `incoming`: the operands dy and dlse of the gradient.  If another
             process has the target, that kernel leaves out -dy * p, so to_lse has -dy, too.
         to_flat: A number to subtract from the gradient of every element of the row, because of the label smoothing.
 

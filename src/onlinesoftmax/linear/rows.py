@@ -12,16 +12,15 @@ import torch
 from ..core.call import Call, Settings
 from ..core.options import ScoreOptions
 from ..core.task import ANY
-from ..ops import OPERATIONS
+from ..ops import OPERATIONS, TOKEN_LOGPROBS
 from ..torch import custom_op_eager, loss_eager
 from ..torch.gradients import outputs_of
 from ..torch.loss_arguments import Loss, counted
 from ..torch.loss_kernels import loss_call
-from ..torch.loss_run import cross_entropy, why_not_kernels
+from ..torch.loss_run import run_loss, why_not_kernels
 
 Tensor = torch.Tensor
 
-_LOGPROBS = OPERATIONS["token_logprobs"]
 
 CHOICE = ANY
 """The plan of the kernels that read a chunk, which tests force."""
@@ -58,13 +57,13 @@ def losses(
             return outputs_of(call, ("loss", *more)), None
         rows, dz, *others = outputs_of(call._replace(beside={**call.beside, "y": z}), ("loss", "y", *more))
         return (rows, *others), dz
-    found = cross_entropy(z, target, weight, tuple(loss), True)[1][:4] if stats else ()
+    found = run_loss(z, target, weight, tuple(loss), True)[1][:4] if stats else ()
     if not target.is_floating_point():
         # PyTorch's gradient of an ignored row is NaN where the row has NaN; that of a kernel is 0.
         z = z.masked_fill(~counted(target, loss).unsqueeze(1), 0.0)
     leaf = z.detach().requires_grad_(factor is not None)
     with torch.set_grad_enabled(factor is not None):
-        rows = cross_entropy(leaf, target, weight, tuple(loss), False)
+        rows = run_loss(leaf, target, weight, tuple(loss), False)
     # The statistics of cross_entropy have z_loss in the second place.
     outputs = (rows.detach(), *found[:1], *found[2:])
     return outputs, None if factor is None else torch.autograd.grad(rows, leaf, factor.to(rows.dtype))[0]
@@ -72,7 +71,7 @@ def losses(
 
 def statistics(z: Tensor, target: Tensor, options: ScoreOptions | None) -> Statistics:
     """The statistics of the rows of some logits."""
-    call = Call(_LOGPROBS, z, Settings(1, None, False, CHOICE), options, None, {"target": target})
+    call = Call(TOKEN_LOGPROBS, z, Settings(1, None, False, CHOICE), options, None, {"target": target})
     way = outputs_of if _kernels_run(z, target) else loss_eager.log_probabilities
     logprob, lse, entropy = way(call, ("y", "lse", "entropy"))
     return Statistics(logprob, entropy, lse)
@@ -96,7 +95,7 @@ def gradient(
     beside = {"target": target, "dy": dlogprob, "m": known.lse, "l": torch.ones_like(known.lse), "dlse": dlse}
     if dentropy is not None:
         beside |= {"entropy": known.entropy, "dentropy": dentropy}
-    operation, settings = OPERATIONS[_LOGPROBS.gradient_name], Settings(1, None, False, CHOICE)
+    operation, settings = OPERATIONS[TOKEN_LOGPROBS.gradient_name], Settings(1, None, False, CHOICE)
     call = Call(operation, z, settings, options, None, beside)
     if _kernels_run(z, target):
         return outputs_of(call._replace(out=z), ("y",))[0]

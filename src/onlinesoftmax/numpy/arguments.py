@@ -9,16 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arguments import Kind, Library, check_options, check_range, checked_number
+from ..core.arguments import Kind, Library, check_options, check_range, checked_index_dim, checked_number
 from ..core.arrays import Array, advice, check_plain, is_floating_dtype, is_real_dtype
 from ..core.call import Call
 from ..core.options import ScoreOptions
 from ..core.task import Choice
-from ..ops import OPERATIONS
+from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..ops.cross_entropy import arguments as rules
-from ..ops.cross_entropy.arguments import NAME as CROSS_ENTROPY
-from ..ops.token_logprobs.arguments import NAME as TOKEN_LOGPROBS
-from ..ops.token_logprobs.arguments import checked_axis
 
 ARRAY_TYPES = (np.ndarray, np.generic)
 """Types of the arrays that an argument may be; NumPy's scalars are 0-d arrays."""
@@ -138,22 +135,22 @@ def checked_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> L
         counts = np.asarray(target != ignore_index)
         wrong = ((target < 0) | (target >= classes)) & counts
         check_range(f"{CROSS_ENTROPY}(): target", target, classes, wrong)
-    check_choice(CROSS_ENTROPY, settings.choice)
-    check_options(NUMPY, Call(OPERATIONS[CROSS_ENTROPY], x, settings._replace(dim=dim), options))
+    check_choice(CROSS_ENTROPY.name, settings.choice)
+    check_options(NUMPY, Call(CROSS_ENTROPY, x, settings._replace(dim=dim), options))
     weight = None if weight is None else weight.astype(np.float64)
     return Loss(x, target, weight, counts, reduction, smoothing, z_loss, options)
 
 
 def dtype_of_loss(dtype: Any, x: Array) -> np.dtype[Any]:
     """The dtype of the loss: that of the logits where the call names none."""
-    found = checked_dtype(CROSS_ENTROPY, dtype, x)
+    found = checked_dtype(CROSS_ENTROPY.name, dtype, x)
     if not is_floating_dtype(found):
         raise RuntimeError(f"{CROSS_ENTROPY}(): dtype must be floating point, got {found}")
     return found
 
 
 class Tokens(NamedTuple):
-    """The tokens of a checked call of token_logprobs.
+    """The tokens of a checked call, of which the log-probabilities are wanted.
 
     Attributes:
         axis: The dimension of the tokens, counted from 0.
@@ -168,11 +165,11 @@ class Tokens(NamedTuple):
 
 def checked_tokens(x: Any, index: Any, dim: Any, ignore_index: Any) -> Tokens:
     """The tokens of a call, after the checks of its arguments."""
-    axis = checked_axis(NUMPY, x, index, dim)
+    axis = checked_index_dim(NUMPY, TOKEN_LOGPROBS.name, x, index, dim)
     index = np.asarray(index)
     ignored = np.zeros(index.shape, bool)
     if ignore_index is not None:
-        ignored = np.asarray(index == checked_number(NUMPY, TOKEN_LOGPROBS, "ignore_index", ignore_index, int))
+        ignored = np.asarray(index == checked_number(NUMPY, TOKEN_LOGPROBS.name, "ignore_index", ignore_index, int))
     # A large unsigned number is not in range either, so its int64 is not used.
     columns = np.where((index >= 0) & (index < x.shape[axis]), index.astype(np.int64), -1)
     return Tokens(axis, columns if index.ndim == x.ndim else np.expand_dims(columns, axis), ignored)

@@ -15,12 +15,11 @@ from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.declaration import Operation
 from ..core.options import ScoreOptions
 from ..core.task import Choice
-from ..ops import OPERATIONS
-from ..ops.token_logprobs.arguments import NAME as TOKEN_LOGPROBS
+from ..ops import TOKEN_LOGPROBS
 from . import eager
 from .arguments import NUMPY, check_call, check_choice, check_tokens, checked_loss, checked_tokens, dtype_of_loss
 
-__all__ = ["check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]
+__all__ = ["check_targets", "check_tokens", "run", "run_loss", "run_plain", "run_tokens"]
 
 check_targets = checked_loss
 """Check the arguments and the range of every target that counts, as every call on NumPy arrays does."""
@@ -48,7 +47,7 @@ def run(call: Call) -> Any:
 
 
 @quiet
-def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
+def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
     """The loss, or (loss, LossStatistics): the implementation of `onlinesoftmax.cross_entropy` on NumPy arrays.
 
     Args:
@@ -85,20 +84,20 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
 
 
 @quiet
-def token_logprobs(
+def run_tokens(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None
 ) -> TokenLogprobs:
-    """The implementation of `onlinesoftmax.token_logprobs` on NumPy arrays."""
+    """The log-probabilities of one token or several of each row."""
     tokens = checked_tokens(x, index, dim, ignore_index)
-    check_choice(TOKEN_LOGPROBS, choice)
+    check_choice(TOKEN_LOGPROBS.name, choice)
     x, axis = np.asarray(x), tokens.axis
-    check_options(NUMPY, Call(OPERATIONS[TOKEN_LOGPROBS], x, Settings(axis), options))
+    check_options(NUMPY, Call(TOKEN_LOGPROBS, x, Settings(axis), options))
     row_shape = *x.shape[:axis], *x.shape[axis + 1 :]
     rows = {"lse": np.full(row_shape, -np.inf), **({"entropy": np.zeros(row_shape)} if entropy else {})}
     logprob = np.full(tokens.columns.shape, np.nan)
     for element_index, row_index in eager.cuts(x.shape, axis):
         z, target = eager.float64_scores(x, element_index, options), tokens.columns[element_index]
-        values, _ = eager.outputs_of(TOKEN_LOGPROBS, z, axis, {}, ("y", *rows), target)
+        values, _ = eager.outputs_of(TOKEN_LOGPROBS.name, z, axis, {}, ("y", *rows), target)
         logprob[element_index] = values["y"]
         for name, result in rows.items():
             result[row_index] = values[name].squeeze(axis)

@@ -73,6 +73,11 @@ def are_constant(options: ScoreOptions | None) -> bool:
     return options is None or (type(options.scale) is float and options.bias is None and options.mask is None)
 
 
+def is_transformed() -> bool:
+    """True under torch.func and under vmap, and in forward mode, where tensors may be dual numbers."""
+    return _is_transformed() or forward_ad._current_level >= 0
+
+
 # Looking up a name in a module costs the host as much as calling some of these.
 _is_compiling, _is_recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _is_autocast, _is_transformed = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
@@ -96,7 +101,7 @@ def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[A
         or x.is_nested
         or x.is_neg()
         or _is_transformed()
-        or forward_ad._current_level >= 0
+        or forward_ad._current_level >= 0  # `is_transformed` without the time of a call
         or _is_autocast()
     ):
         return (), None

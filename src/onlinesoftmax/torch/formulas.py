@@ -15,6 +15,7 @@ from ..core.arguments import checked_dim
 from ..core.arrays import namespace
 from ..ops import OPERATIONS
 from ..ops.reference import evaluate
+from .fast_path import is_transformed
 
 Tensor = torch.Tensor
 
@@ -107,7 +108,7 @@ def rows_at_a_time(x: Tensor, wide: torch.dtype) -> int:
     """
     if x.dtype == wide or x.dim() < 2 or not x.is_cpu or type(x) not in PLAIN_TYPES or torch.compiler.is_compiling():
         return 0
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+    if is_transformed():
         return 0
     if torch.is_grad_enabled() and x.requires_grad:
         return 0

@@ -20,7 +20,7 @@ import torch
 
 from ..core.call import Call
 from ..core.options import bits
-from ..ops import OPERATIONS
+from ..ops import CROSS_ENTROPY
 from . import loss_eager
 from .autograd import (
     is_recorded,
@@ -41,7 +41,6 @@ from .small_kernels import Reducer, reducer, weight_scaler
 Tensor = torch.Tensor
 
 # The output "y" is the gradient with respect to the logits.
-_LOSS = OPERATIONS["cross_entropy"]
 
 
 def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: Tensor | None = None) -> Call:
@@ -62,7 +61,7 @@ def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: 
             beside["weight_sum"] = weight.sum(dtype=accumulator_of(loss.wide(x), weight.dtype))
     if dy is not None:
         beside["dy"] = dy
-    return Call(_LOSS, x, loss.settings, loss.options, None, beside)
+    return Call(CROSS_ENTROPY, x, loss.settings, loss.options, None, beside)
 
 
 def loss_numbers(loss: Loss) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checks and choices of cross_entropy and token_logprobs on torch tensors: our kernels, or PyTorch's operations."""
+"""Checks and choices of the operations with a target on torch tensors: our kernels, or PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from ..core.arguments import check_range
+from ..core.arguments import check_range, checked_index_dim
 from ..core.call import Call, LossStatistics, Settings, TokenLogprobs
 from ..core.options import ScoreOptions
 from ..core.task import Choice
-from ..ops import OPERATIONS
+from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..ops.cross_entropy.arguments import class_dim
-from ..ops.token_logprobs.arguments import checked_axis
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import loss_eager, loss_kernels, several_tokens, transformed
+from . import loss_eager, loss_kernels, several_tokens
 from .arguments import (
     TORCH,
     autocasts,
@@ -27,7 +26,7 @@ from .arguments import (
     checked_number,
 )
 from .autograd import prepared_results, results_of
-from .fast_path import PREPARED_CALLS, are_constant, keep, look_up
+from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
 from .loss_arguments import (
     MOST_EXACT_INDEX,
     UNSIGNED,
@@ -42,14 +41,12 @@ from .reasons import DTYPES, why_pytorch
 
 Tensor = torch.Tensor
 
-_LOSS, _LOGPROBS = OPERATIONS["cross_entropy"], OPERATIONS["token_logprobs"]
-
-check_token_arguments = partial(checked_axis, TORCH)
+check_token_arguments = partial(checked_index_dim, TORCH, TOKEN_LOGPROBS.name)
 
 EAGER_STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "eager")
 
 
-def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
+def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_stats: bool) -> Any:
     """The loss, or (loss, LossStatistics): the implementation of `onlinesoftmax.cross_entropy` on torch tensors.
 
     Args:
@@ -57,14 +54,14 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
         fields: The fields of `Loss`.
         return_stats: Return the statistics too.
     """
-    key, prepared_call = ((), None) if return_stats else look_up((_LOSS, fields), x, target, weight)
+    key, prepared_call = ((), None) if return_stats else look_up((CROSS_ENTROPY, fields), x, target, weight)
     if prepared_call is not None:
         return prepared_call(x, target, weight)
     loss = Loss(*fields)
     numbers = checked_loss(x, target, weight, loss)
     if numbers is not loss or target.dtype in UNSIGNED:
         # A tensor among the numbers may change its value, so a kept launch has only Python's numbers in its key.
-        return cross_entropy(x, signed(target), weight, numbers, return_stats)
+        return run_loss(x, signed(target), weight, numbers, return_stats)
     if torch.compiler.is_dynamo_compiling():
         loss = with_constants(loss)
     settings = loss.settings._replace(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x, target))
@@ -72,7 +69,7 @@ def cross_entropy(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], ret
     reason = why_not_kernels(x, target, weight, settings.choice.backend, loss.ignore_index)
     if loss.smoothing and loss.mask is not None:
         reason = reason or "label_smoothing with a mask has no kernel"
-    way = loss_kernels if _runs_kernels("cross_entropy", x, settings.choice, reason) else loss_eager
+    way = loss_kernels if _runs_kernels(CROSS_ENTROPY.name, x, settings.choice, reason) else loss_eager
     if way is loss_kernels and loss.inplace and x.requires_grad and torch.is_grad_enabled():
         _check_inplace(x)
     if key and are_constant(loss.options) and (run := way.prepared_loss(x, target, weight, loss)) is not None:
@@ -96,11 +93,11 @@ def statistics_of(target: Tensor, loss: Loss, lse: Tensor, entropy: Tensor, larg
         return LossStatistics(lse, penalty, entropy, largest, (largest == classes) & counts)
 
 
-def token_logprobs(
+def run_tokens(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None
 ) -> TokenLogprobs:
-    """The implementation of `onlinesoftmax.token_logprobs` on torch tensors."""
-    key, prepared_call = look_up((_LOGPROBS, dim, options, entropy, choice), x, index)
+    """The log-probabilities of one token or several of each row."""
+    key, prepared_call = look_up((TOKEN_LOGPROBS, dim, options, entropy, choice), x, index)
     results = (prepared_call or _log_probabilities(key, x, index, dim, options, entropy, choice))(x, index)
     found = TokenLogprobs(results[0], results[2] if len(results) > 2 else None, results[1])
     return found if ignore_index is None else without_ignored(found, index, ignore_index)
@@ -110,13 +107,13 @@ def _log_probabilities(
     key: tuple[Any, ...], x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     """The function (x, index) of the calls like this one, after the checks; kept under the key where there is one."""
-    call = Call(_LOGPROBS, x, Settings(check_token_arguments(x, index, dim), None, False, choice), options)
+    call = Call(TOKEN_LOGPROBS, x, Settings(check_token_arguments(x, index, dim), None, False, choice), options)
     call = call._replace(beside={"target": signed(index)})
     check_options(call)
-    check_scale_is_constant("token_logprobs()", options)
+    check_scale_is_constant(f"{TOKEN_LOGPROBS}()", options)
     results: tuple[str, ...] = ("y", "lse", "entropy") if entropy else ("y", "lse")
     bare, is_constant = call._replace(x=None, beside={}), bool(key) and are_constant(options)
-    if not _runs_kernels("token_logprobs", x, choice, why_not_kernels(x, index, None, choice.backend)):
+    if not _runs_kernels(TOKEN_LOGPROBS.name, x, choice, why_not_kernels(x, index, None, choice.backend)):
         run: Callable[..., Any] = loss_eager.log_probabilities
     elif index.dim() == x.dim():
         run, is_constant = several_tokens.log_probabilities, False
@@ -135,7 +132,7 @@ def _log_probabilities(
 
 def without_ignored(found: TokenLogprobs, index: Tensor, ignore_index: Any) -> TokenLogprobs:
     """The results with a logprob of 0, which has no gradient, where the index is to be ignored."""
-    number = checked_number("token_logprobs", "ignore_index", ignore_index, int)
+    number = checked_number(TOKEN_LOGPROBS.name, "ignore_index", ignore_index, int)
     return found._replace(logprob=found.logprob.masked_fill(equals(signed(index), number), 0.0))
 
 
@@ -152,7 +149,7 @@ def why_not_kernels(
         return f"weight has the dtype {weight.dtype}"
     if weight is not None and not torch.compiler.is_compiling() and weight.is_neg():
         return "weight is a lazily negated view; call resolve_neg() first"
-    if transformed.is_active():
+    if is_transformed():
         return "torch.func and forward mode need operations with derivatives of their own"
     return why_pytorch(x, None, backend)
 
@@ -204,7 +201,7 @@ def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> 
     if not target.is_floating_point():
         target, classes = signed(target), x.shape[class_dim(x)]
         wrong = ~is_class(target, classes) & counted(target, loss)
-        check_range("cross_entropy(): target", target, classes, wrong)
+        check_range(f"{CROSS_ENTROPY}(): target", target, classes, wrong)
 
 
 def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
@@ -217,5 +214,5 @@ def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None
     index = signed(index)
     wrong = ~is_class(index, tokens)
     if ignore_index is not None:
-        wrong &= ~equals(index, checked_number("token_logprobs", "ignore_index", ignore_index, int))
-    check_range("token_logprobs(): index", index, tokens, wrong)
+        wrong &= ~equals(index, checked_number(TOKEN_LOGPROBS.name, "ignore_index", ignore_index, int))
+    check_range(f"{TOKEN_LOGPROBS}(): index", index, tokens, wrong)

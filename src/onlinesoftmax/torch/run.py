@@ -29,11 +29,11 @@ from .arguments import (
     extent,
     reduced_shape,
 )
-from .fast_path import PREPARED_CALLS, are_constant, keep, look_up
-from .loss_run import check_targets, check_tokens, cross_entropy, token_logprobs
+from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
+from .loss_run import check_targets, check_tokens, run_loss, run_tokens
 from .prepare import run as run_kernel
 
-__all__ = ["check_targets", "check_tokens", "cross_entropy", "run", "run_plain", "token_logprobs"]
+__all__ = ["check_targets", "check_tokens", "run", "run_loss", "run_plain", "run_tokens"]
 
 
 def run_plain(
@@ -134,7 +134,7 @@ def _by_kernel(call: Call) -> torch.Tensor:
     if _wants_derivatives(x, call.options):
         if out is not None:
             _refuse_out(operation)
-        return (transformed if transformed.is_active() else autograd).apply(call)
+        return (transformed if is_transformed() else autograd).apply(call)
     if out is not None:
         check_out_memory(call)
     if settings.choice.batch_invariant:
@@ -157,7 +157,7 @@ def _is_traced(x: torch.Tensor) -> bool:
 def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
     if _requires_grad(x, options):
         return True
-    return transformed.is_active()
+    return is_transformed()
 
 
 def _requires_grad(x: torch.Tensor, options: ScoreOptions | None) -> bool:

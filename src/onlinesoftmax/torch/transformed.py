@@ -16,16 +16,6 @@ from .recording import Recording, recording_of, save, split_tensors, with_tensor
 Tensor = torch.Tensor
 
 
-def is_active() -> bool:
-    """True under torch.func, and in forward mode, where tensors may be dual numbers."""
-    return torch._C._are_functorch_transforms_active() or forward_mode()
-
-
-def forward_mode() -> bool:
-    """True inside torch.autograd.forward_ad.dual_level, and in torch.func.jvp: tensors may be dual numbers."""
-    return torch.autograd.forward_ad._current_level >= 0
-
-
 def apply(call: Call) -> Tensor:
     """The result by our kernels, with derivatives with respect to input, bias and a scale that is a tensor."""
     y: Tensor = Transformed.apply(recording_of(call, RESULT, RESULT), *split_tensors(call)[1].values())
@@ -50,7 +40,7 @@ class Transformed(Recorded):
         call = with_tensors(recording.call, dict(zip(recording.names, tensors, strict=True)))
         needed = dict(zip(recording.names, ctx.needs_input_grad[1:], strict=True))
         save(ctx, recording_of(call, RESULT, RESULT, needed.get("scale", False)), (*tensors, output))
-        if forward_mode():
+        if torch.autograd.forward_ad._current_level >= 0:
             # jvp runs right after forward, so saving these tensors does not prolong their lives.
             ctx.save_for_forward(output, *tensors)
 

@@ -34,7 +34,6 @@ HELD_REGISTERS = 64
 OTHER_REGISTERS = 32
 """Fewest registers of a thread for everything but its chunks; `other_registers` has the number of a problem."""
 
-
 NO_REGISTERS = "a thread has too few registers for its elements with their bias and mask"
 """Why a strategy has no proposal where the bias has wider elements than the input."""
 
@@ -110,10 +109,8 @@ def other_registers(problem: Problem, device: Device) -> int:
     # The sums of a float32 gradient have 64 bits.  Before compute capability 10.0 the compiler needs no more registers
     # for them.
     sums_wide = problem.inputs > 1 and problem.itemsize == 4 and device.compute_capability >= (10, 0)
-    target = 0
-    if problem.declaration.has_target:
-        # The target's column, score and factors; with score options, the numbers of its slope too.
-        target = 16 if problem.fused else 8
+    # The target's column, score and factors; with score options, the numbers of its slope too.
+    target = problem.declaration.has_target * (16 if problem.fused else 8)
     return OTHER_REGISTERS + target + (56 if problem.itemsize == 8 or sums_wide else 0)
 
 
@@ -123,9 +120,7 @@ def resident_blocks(problem: Problem, threads: int, chunks: int, terms: bool, de
     return max(1, min(blocks, device.threads // threads, 32))
 
 
-def propose(
-    problem: Problem, strategy: str, reason: str, peeled: bool | None = None, **values: Any
-) -> Proposal:  # fmt: skip
+def propose(problem: Problem, strategy: str, reason: str, peeled: bool | None = None, **values: Any) -> Proposal:
     """A proposal of a CUDA strategy, as `proposal.propose` makes it; by default `peels_unaligned` says if it peels."""
     peeled = peels_unaligned(problem) if peeled is None else peeled
     return proposal.propose(problem, "cuda", strategy, reason, peeled, **values)
