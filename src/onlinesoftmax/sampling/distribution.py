@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from ..core.options import LARGEST_FLOAT32
 from .order import largest
 
 Tensor = torch.Tensor
@@ -19,6 +20,15 @@ Tensor = torch.Tensor
 MASS_BITS = 40
 """Bits behind the point of a mass, exp((z - m) / temperature).  Sums of whole numbers do not depend on their order, and
 so the set that top_p keeps does not.  The masses of 2^22 tokens fit into int64."""
+
+POWER_OF_TWO = (
+    1.0, 0.6931471824645996, 0.24022646248340607, 0.05550328642129898, 0.009618489071726799, 0.0013399930903688073,
+    0.0001534581242594868,
+)  # fmt: skip
+"""Coefficients of a polynomial for 2^f, f from -1/2 to 1/2; its relative error in float32 is 1e-7.
+
+Libraries round an exp differently.  These products and sums are rounded one by one, so all devices get the same masses.
+"""
 
 
 class Parameters(NamedTuple):
@@ -86,7 +96,7 @@ def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
         tokens = places.expand_as(scores)
     # The difference of two infinite scores would be NaN.
     z = torch.where(scores == m, 0.0, scores - m)
-    masses, kept = masses_of(z, temperature), z > -torch.inf
+    masses, kept = masses_of(z, temperature, scores.dtype == torch.float64), z > -torch.inf
     if given.filters:
         kept = places < _number_kept(z, masses, kept.sum(1, keepdim=True), given)
     # torch.argmax gives the first of equal scores.
@@ -94,9 +104,27 @@ def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
     return Distribution(tokens, z, kept, m, temperature, log_sum_of(masses.where(kept, 0)), valid)
 
 
-def masses_of(z: Tensor, temperature: Tensor | float) -> Tensor:
-    """The masses as whole numbers, int64; 0 for NaN, whose row is not valid."""
-    return ((z / temperature).exp() * 2.0**MASS_BITS).round().nan_to_num(0.0).long()
+def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
+    """The masses as whole numbers, int64; 0 for NaN, whose row is not valid.
+
+    Args:
+        z: Scores less the largest, float64.
+        temperature: (rows, 1) float64.
+        wide: True for scores that are float64 themselves, whose masses take the library's exp.
+    """
+    if wide:
+        masses = (z / temperature).exp() * 2.0**MASS_BITS
+    else:
+        rate = (math.log2(math.e) / temperature).clamp(max=LARGEST_FLOAT32).float()
+        # With an exponent of -64, the mass is 0.
+        y = (z.float() * rate).clamp(min=-64.0)
+        n = y.round()
+        f, power = y - n, torch.full_like(y, POWER_OF_TWO[-1])
+        for coefficient in POWER_OF_TWO[-2::-1]:
+            power = power * f
+            power = power + coefficient
+        masses = torch.ldexp(power, n + MASS_BITS)
+    return masses.round().nan_to_num(0.0).long()
 
 
 def log_sum_of(masses: Tensor) -> Tensor:

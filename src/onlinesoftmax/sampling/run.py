@@ -61,7 +61,7 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     place = found.tokens.where(keys == keys.amax(1, keepdim=True), _LARGEST).argmin(1, keepdim=True)
     kept = found.kept.sum(1, keepdim=True)
     if raw:
-        found = _without_filters(found)
+        found = _without_filters(found, scores.dtype == torch.float64)
     # With a filter, the tokens are in the order of their scores already.
     first = torch.arange(top, device=scores.device).expand(len(scores), top)
     places = torch.cat([place, first if parameters.filters else largest(scores, top)], 1)
@@ -129,12 +129,11 @@ def _scores(logits: Logits) -> Tensor:
     return z.reshape(-1, z.shape[-1])
 
 
-def _without_filters(found: Distribution) -> Distribution:
-    """The distribution of all tokens at the temperature 1."""
-    return found._replace(
-        temperature=torch.ones_like(found.temperature), kept=torch.ones_like(found.kept),
-        log_sum=log_sum_of(masses_of(found.z, 1.0)),
-    )  # fmt: skip
+def _without_filters(found: Distribution, wide: bool) -> Distribution:
+    """The distribution of all tokens at the temperature 1; `wide` as for `masses_of`."""
+    one = torch.ones_like(found.temperature)
+    masses = masses_of(found.z, one, wide)
+    return found._replace(temperature=one, kept=torch.ones_like(found.kept), log_sum=log_sum_of(masses))
 
 
 def _logprobs(found: Distribution, places: Tensor) -> Tensor:
