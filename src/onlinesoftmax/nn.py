@@ -18,18 +18,13 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "onlinesoftmax.nn needs torch, which is not installed: pip install 'onlinesoftmax[torch]'", name="torch"
-    ) from None
-
 from . import api
 from .core.annotations import FullyMasked, Reduction
 from .core.options import checked_options
+from .kernels.registry import needing
+
+with needing("torch", "onlinesoftmax.nn"):
+    import torch
 
 __all__ = ["CrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
 

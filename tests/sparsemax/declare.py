@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from onlinesoftmax.core.arrays import Array
-from onlinesoftmax.core.declaration import ALL_OPTIONS, DY, OPTIONS_OF_GRADIENTS, Operation, Output, X
+from onlinesoftmax.core.declaration import ALL_OPTIONS, DY, GRADIENT_OPTIONS, Operation, Output, X
 from onlinesoftmax.core.formulas import Formula
 
 KERNELS = "sparsemax.kernels"
@@ -51,7 +51,7 @@ FORWARD = Operation(
 )  # fmt: skip
 
 BACKWARD = Operation(
-    "sparsemax_backward", (X, DY), (), (Output("y", "element"),), OPTIONS_OF_GRADIENTS,
+    "sparsemax_backward", (X, DY), (), (Output("y", "element"),), GRADIENT_OPTIONS,
     Formula({}, {"y": _gradient}, lambda xp, x, dy, axis, **_: (dy, _mean_of_support(xp, x, dy, axis))),
     scores=False, backends=(), kernels=KERNELS,
 )  # fmt: skip

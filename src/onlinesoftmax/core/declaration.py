@@ -323,5 +323,5 @@ Gradients read m and l, not lse: rounding lse would put one error into every pro
 ALL_OPTIONS = ("scale", "softcap", "bias", "mask", "causal")
 """Names of all score options; core/options.py declares them."""
 
-OPTIONS_OF_GRADIENTS = ("scale", "softcap", "mask", "causal")
+GRADIENT_OPTIONS = ("scale", "softcap", "mask", "causal")
 """Names of the options of the gradients that read the saved output instead of the logits."""

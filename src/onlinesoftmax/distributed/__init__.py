@@ -18,31 +18,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    raise ModuleNotFoundError(
-        "onlinesoftmax.distributed needs torch, which is not installed: pip install 'onlinesoftmax[torch]'",
-        name="torch",
-    ) from None
-
 from ..core.annotations import Backend, Reduction, Strategy
 from ..core.call import Call, Settings
 from ..core.options import PLAIN, ScoreOptions, checked_options
 from ..core.processes import group_or_default
 from ..core.task import Choice
+from ..kernels.registry import needing
 from ..ops import OPERATIONS
-from ..torch.arguments import check_dtype, check_options, checked_numbers
-from ..torch.formulas import accumulator_of
-from ..torch.loss_arguments import Loss
-from ..torch.loss_run import without_ignored
-from . import losses
-from . import softmax as _softmax
-from .fast_path import look_up
-from .mailboxes import checked_exchange
-from .shards import Operands, ShardedInput, Shards
+
+with needing("torch", "onlinesoftmax.distributed"):
+    import torch
+
+    from ..torch.arguments import check_dtype, check_options, checked_numbers
+    from ..torch.formulas import accumulator_of
+    from ..torch.loss_arguments import Loss
+    from ..torch.loss_run import without_ignored
+    from . import losses
+    from . import softmax as _softmax
+    from .fast_path import look_up
+    from .mailboxes import checked_exchange
+    from .shards import Operands, ShardedInput, Shards
 
 if TYPE_CHECKING:
     from ..core.annotations import TokenLogprobs

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..kernels.registry import LOADING
+from ..kernels.registry import LOADING, needing
 
 if TYPE_CHECKING:
     from .functions import TokenLogprobs, cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
@@ -21,15 +21,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
-        try:
-            with LOADING:
-                from . import functions
-        except ModuleNotFoundError as error:
-            if error.name != "jax":
-                raise
-            raise ModuleNotFoundError(
-                "onlinesoftmax.jax needs jax, which is not installed: pip install 'onlinesoftmax[jax]'", name="jax"
-            ) from None
+        with needing("jax", "onlinesoftmax.jax"), LOADING:
+            from . import functions
         # Python finds a global without this function.
         globals()[name] = found = getattr(functions, name)
         return found

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 
@@ -69,6 +71,23 @@ def unavailable(name: str) -> str | None:
 def missing() -> tuple[tuple[str, str], ...]:
     """(name, reason) of every backend that cannot be used on this machine."""
     return tuple((name, reason) for name in BACKENDS if (reason := unavailable(name)))
+
+
+@contextmanager
+def needing(package: str, who: str) -> Iterator[None]:
+    """Say what to install if the block imports a package that is missing.
+
+    Args:
+        package: The package, which is also the extra of this one that installs it.
+        who: The subject of the sentence.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        sentence = f"{who} needs {package}, which is not installed: pip install 'onlinesoftmax[{package}]'"
+        raise ModuleNotFoundError(sentence, name=package) from None
 
 
 def module_missing(module: str, extra: str) -> str | None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.annotations import Reduction
 from ..core.call import TokenLogprobs
+from ..kernels.registry import needing
 
 if TYPE_CHECKING:
     import torch
@@ -159,14 +160,7 @@ def linear_token_loss(
 
 def _implementation() -> Any:
     """The module that computes the functions, which imports torch."""
-    try:
+    with needing("torch", "the head without logits"):
         from . import run
 
         return run
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(
-            "the head without logits needs torch, which is not installed: pip install 'onlinesoftmax[torch]'",
-            name="torch",
-        ) from None

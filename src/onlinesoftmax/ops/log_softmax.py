@@ -12,17 +12,7 @@ import numpy as np
 
 from ..core import formulas
 from ..core.arrays import Array
-from ..core.declaration import (
-    ALL_OPTIONS,
-    DY,
-    OPTIONS_OF_GRADIENTS,
-    PRODUCT_SUM,
-    STATISTICS,
-    SUMS,
-    Operation,
-    Output,
-    X,
-)
+from ..core.declaration import ALL_OPTIONS, DY, GRADIENT_OPTIONS, PRODUCT_SUM, STATISTICS, SUMS, Operation, Output, X
 from ..core.formulas import Formula
 
 
@@ -37,7 +27,7 @@ FORWARD = Operation(
 )  # fmt: skip
 
 BACKWARD = Operation(
-    "log_softmax_backward", (X, DY), (PRODUCT_SUM,), (Output("y", "element", needs=("dot",)),), OPTIONS_OF_GRADIENTS,
+    "log_softmax_backward", (X, DY), (PRODUCT_SUM,), (Output("y", "element", needs=("dot",)),), GRADIENT_OPTIONS,
     Formula(
         {"dot": lambda xp, dy, **_: dy},
         {"y": lambda xp, x, dy, dot, **_: dy - xp.exp(x) * dot},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+from ..kernels.registry import needing
 from .report import Report
 
 if TYPE_CHECKING:
@@ -80,13 +81,6 @@ def override(*, strict: bool = False, backend: Backend | None = None, leave: Col
         >>> print(probabilities.report())
         softmax: our function took 1 call.
     """
-    try:
+    with needing("torch", "onlinesoftmax.override"):
         from .mode import Override
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(
-            "onlinesoftmax.override needs torch, which is not installed: pip install 'onlinesoftmax[torch]'",
-            name="torch",
-        ) from None
     return Override(strict, backend, leave)

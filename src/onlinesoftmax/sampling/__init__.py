@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..kernels.registry import needing
 from .results import Sampled, TopLogprobs, Verified
 
 if TYPE_CHECKING:
@@ -173,13 +174,7 @@ def verify(
 
 def _modules() -> tuple[Any, Any]:
     """The modules that check the arguments and compute, which import torch."""
-    try:
+    with needing("torch", "sampling"):
         from . import arguments, run
 
         return arguments, run
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(
-            "sampling needs torch, which is not installed: pip install 'onlinesoftmax[torch]'", name="torch"
-        ) from None
