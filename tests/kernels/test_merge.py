@@ -138,7 +138,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
     def by_triton(kernel: str, one: ShardedRows, tensors: dict[str, torch.Tensor]) -> None:
         on_device = {name: tensors[name].to(DEVICE) for name in one.names}
-        registry.load("triton").prepare_sharded(kernel, one)(on_device)
+        registry.small_kernels("triton", "merge").bind(kernel, one)(on_device)
         for name in one.names:
             tensors[name].copy_(on_device[name])
 

@@ -139,7 +139,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
     def by_triton(one: Reduction, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         out, tensors = new_out(one).to(DEVICE), {name: x.to(DEVICE) for name, x in inputs.items()}
-        registry.load("triton").prepare_reduction(one)(out, tensors)
+        registry.small_kernels("triton", "reduction").bind(one)(out, tensors)
         if one.keeps:
             inputs["divisor"].copy_(tensors["divisor"])
         return out.cpu()

@@ -226,6 +226,8 @@ def test_a_gradient_is_multiplied_in_place(dtype: torch.dtype, factor: float) ->
         backends = ("cuda", "triton") if GPU else ("triton",)
         for backend, factor_dtype in itertools.product(backends, {wide_dtype, dtype}):
             y = before.clone()
-            registry.load(backend).multiply_in_place(y[:count], torch.tensor(factor, dtype=factor_dtype, device=DEVICE))
+            registry.small_kernels(backend, "multiply").multiply(
+                y[:count], torch.tensor(factor, dtype=factor_dtype, device=DEVICE)
+            )
             torch.testing.assert_close(y[:count], want)
             assert torch.equal(y[count:], before[count:])

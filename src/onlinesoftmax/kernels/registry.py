@@ -43,6 +43,18 @@ def load(name: str) -> ModuleType:
 
 
 @cache
+def small_kernels(backend: str, name: str) -> ModuleType:
+    """The module of a backend with the small kernels beside the passes over the logits.
+
+    multiply     multiply(x, factor) multiplies a contiguous tensor in place by a tensor of one element
+    reduction    bind(reduction) gives run(out, tensors), which reduces the rows of a loss
+    merge        bind(kernel, rows) gives run(tensors) of the kernel "merge" or "incoming" of sharded rows
+    """
+    with LOADING:
+        return importlib.import_module(f"{BACKENDS[backend]}.{name}")
+
+
+@cache
 def own_kernels(operation: Operation, backend: str, strategy: str) -> ModuleType | None:
     """The module of an operation's own kernels for a strategy, named after the backend; None where it has none."""
     if all(row[:2] != (backend, strategy) for row in operation.own_strategies):

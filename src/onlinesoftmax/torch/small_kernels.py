@@ -146,12 +146,12 @@ def scale_gradient(gradient: Tensor, factor: Tensor) -> Tensor:
     backend = backend_for(gradient) if dense and aligned(gradient) else None
     if backend is None:
         return gradient.mul_(factor)
-    multiply_in_place = registry.load(backend).multiply_in_place
+    multiply = registry.small_kernels(backend, "multiply").multiply
     if gradient.is_cuda and torch._C._cuda_getDevice() != gradient.get_device():
         with torch.cuda.device(gradient.device):
-            multiply_in_place(gradient, factor)
+            multiply(gradient, factor)
     else:
-        multiply_in_place(gradient, factor)
+        multiply(gradient, factor)
     return gradient
 
 
@@ -190,7 +190,7 @@ def _factor(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[...,
 @lru_cache(maxsize=4096)
 def _prepared(backend: str, reduction: Reduction, device: torch.device, _alignments: tuple[bool, ...]) -> Run:
     """The launch of a reduction for tensors of these alignments on a device; the first call specialises the kernel."""
-    run: Run = registry.load(backend).prepare_reduction(reduction)
+    run: Run = registry.small_kernels(backend, "reduction").bind(reduction)
     return on_device(run, device)
 
 
@@ -198,7 +198,7 @@ def prepared_sharded(kernel: str, rows: ShardedRows, device: torch.device) -> Ca
     """The launch run(tensors) of the kernel "merge" or "incoming" of sharded rows, for tensors on a device."""
     backend = backend_for(torch.empty(0, device=device))
     assert backend is not None
-    run: Callable[[dict[str, Any]], None] = registry.load(backend).prepare_sharded(kernel, rows)
+    run: Callable[[dict[str, Any]], None] = registry.small_kernels(backend, "merge").bind(kernel, rows)
     return on_device(run, device)
 
 

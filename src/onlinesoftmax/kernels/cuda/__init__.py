@@ -26,10 +26,8 @@ from ..registry import module_missing
 if TYPE_CHECKING:
     # The planner imports the proposals of the strategies from this package, and a request has a plan.
     from ...core.device import Device
-    from ..reduction import Reduction
     from ..report import Kernel
     from ..request import Request
-    from ..sharded import ShardedRows
 
 COMPILER = "cuda.core"
 
@@ -66,27 +64,6 @@ def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
     from .launch import bind
 
     return bind(request)
-
-
-def multiply_in_place(x: Any, factor: Any) -> None:
-    """Multiply a contiguous tensor in place by a tensor of one element; nothing is moved where that is 1."""
-    from .multiply import multiply
-
-    multiply(x, factor)
-
-
-def prepare_reduction(reduction: Reduction) -> Callable[[Any, dict[str, Any]], None]:
-    """The function run(out, tensors) that reduces the rows of a loss on torch tensors of one device."""
-    from .reduction import bind
-
-    return bind(reduction)
-
-
-def prepare_sharded(kernel: str, rows: ShardedRows) -> Callable[[dict[str, Any]], None]:
-    """The function run(tensors) of the kernel "merge" or "incoming" of sharded rows on torch tensors of one device."""
-    from .merge import bind
-
-    return bind(kernel, rows)
 
 
 def compile_request(request: Request, device: Device) -> list[Kernel]:

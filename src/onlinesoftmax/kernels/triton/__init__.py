@@ -9,11 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.device import KNOWN, Device
-from ..reduction import Reduction
 from ..registry import module_missing, strategy_module
 from ..report import Kernel
 from ..request import Request
-from ..sharded import ShardedRows
 
 
 def unavailable() -> str | None:
@@ -37,27 +35,6 @@ def interpreted() -> bool:
 def prepare(request: Request) -> Callable[[Any, Any, dict[str, Any]], None]:
     """The function run(x, y, more) that runs a request on torch tensors."""
     return program(request).bind(request.task.outputs[0])
-
-
-def multiply_in_place(x: Any, factor: Any) -> None:
-    """Multiply a contiguous tensor in place by a tensor of one element; nothing is moved where that is 1."""
-    from .multiply import multiply
-
-    multiply(x, factor)
-
-
-def prepare_reduction(reduction: Reduction) -> Callable[[Any, dict[str, Any]], None]:
-    """The function run(out, tensors) that reduces the rows of a loss on torch tensors of one device."""
-    from .reduction import bind
-
-    return bind(reduction)
-
-
-def prepare_sharded(kernel: str, rows: ShardedRows) -> Callable[[dict[str, Any]], None]:
-    """The function run(tensors) of the kernel "merge" or "incoming" of sharded rows on torch tensors of one device."""
-    from .merge import bind
-
-    return bind(kernel, rows)
 
 
 def compile_request(request: Request, device: Device) -> list[Kernel]:
