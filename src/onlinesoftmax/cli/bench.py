@@ -13,6 +13,7 @@ import typer
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 from ..lab.bench.cases import MEASURED
+from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
 from . import benchmarks, output
@@ -43,7 +44,8 @@ def bench(
         None,
         help="Libraries to compare, with commas between them: torch, compile, liger, quack, jax; with --framework jax, "
         "jax and torch; with --suite distributed, without-shards, collective, dtensor, loss-parallel, all-gather and "
-        "one-process.  By default torch, jax, or all of those for several processes.",
+        f"one-process; with a suite of heads, {', '.join(HEAD_PEERS)}.  By default torch, jax, or all of those for "
+        "several processes and for heads.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
@@ -100,11 +102,13 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
 
     framework, forced = options["framework"], (options["backend"], options["strategy"])
     with output.refusing():
-        ours, known = _sides(framework)
-        names = options["peers"] if options["peers"] is not None else next(iter(known))
+        ours, known = (OursHead, HEAD_PEERS) if suite.measures == "head time" else _sides(framework)
+        usual = ",".join(known) if suite.measures == "head time" else next(iter(known))
+        names = options["peers"] if options["peers"] is not None else usual
         asked = peers(benchmarks.split_names(names), where.type, known)
         todo = benchmarks.todo_of(suite, options)
-    us = ours(where.type, *forced)
+    # Suites of heads exclude a forced plan.
+    us = ours(where.type, *(forced if any(forced) else ()))
     if reason := us.why_absent():
         output.fail(f"--framework {framework}: {reason}")
     absent = {peer.name: reason for peer in asked if (reason := peer.why_absent())}
@@ -128,7 +132,12 @@ def _steps(
 ) -> Iterable[CaseResult]:
     """Measure cases in the way of the suite."""
     from ..lab.bench import cold_suite, host_times, run
+    from ..lab.bench.heads.cases import HeadCase
+    from ..lab.bench.heads.run import run_heads
 
+    if suite.measures == "head time":
+        heads = [case for case in left if isinstance(case, HeadCase)]
+        return run_heads(heads, everybody, where, options["repeat"])
     if suite.measures == "first calls":
         return cold_suite.run_cold(left, everybody, where, options["quick"])
     steps = host_times.run_host if suite.measures == "host time" else run.run

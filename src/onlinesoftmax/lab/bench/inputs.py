@@ -118,6 +118,11 @@ def lacks_memory(case: Case, device: Any) -> str | None:
     # Log-probabilities in elementary operations keep tensors of the accumulator's dtype, more with autograd.
     wide = 6 * case.with_gradient or 4 * case.declaration.has_target
     needed += wide * case.elements * ITEMSIZE[case.accumulator]
+    return lacking(needed, device)
+
+
+def lacking(needed: int, device: Any) -> str | None:
+    """The reason why so many bytes do not fit in memory; None where they do."""
     free = _free_bytes(device)
     if free is None or needed <= free:
         return None

@@ -242,7 +242,7 @@ def first_line(error: BaseException) -> str:
     return line if len(line) <= 160 else line[:157] + "..."
 
 
-class _ForGpus(Peer):
+class ForGpus(Peer):
     """A library with functions over the last dimension for NVIDIA GPUs.
 
     Attributes:
@@ -280,7 +280,7 @@ class _ForGpus(Peer):
         raise NotImplementedError
 
 
-class Liger(_ForGpus):
+class Liger(ForGpus):
     """Liger-Kernel."""
 
     name, module, distribution = "liger", "liger_kernel.ops.softmax", "liger-kernel"
@@ -311,7 +311,7 @@ class Liger(_ForGpus):
         return lambda y, dy: backward(dy, y, *settings, False)
 
 
-class Quack(_ForGpus):
+class Quack(ForGpus):
     """Dao-AILab's quack."""
 
     name, module, distribution = "quack", "quack.softmax", "quack-kernels"

@@ -21,6 +21,7 @@ from ...core.device import KNOWN, model_of
 from ...core.whole_files import NotRegularError, read_regular, write_whole
 from ...torch.device import from_torch
 from .cases import Case
+from .heads.peers import HEAD_PEERS
 from .peers import PEERS
 from .result import CaseResult
 from .tables import read_cases
@@ -90,8 +91,8 @@ def sources() -> str:
 def versions() -> dict[str, str | None]:
     """Versions of Python and of every package that matters; None for a package that is not installed."""
     names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib"]
-    names += [peer.distribution for peer in PEERS.values() if peer.distribution]
-    return {"python": platform.python_version(), "onlinesoftmax": __version__, **versions_of(names)}
+    names += [peer.distribution for peer in (*PEERS.values(), *HEAD_PEERS.values()) if peer.distribution]
+    return {"python": platform.python_version(), "onlinesoftmax": __version__, **versions_of(dict.fromkeys(names))}
 
 
 def versions_of(packages: Iterable[str]) -> dict[str, str | None]:

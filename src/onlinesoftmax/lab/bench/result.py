@@ -9,10 +9,12 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ...core.task import ITEMSIZE
+from ...linear.plans import FUNCTIONS
 from ...planner.plan import Plan
 from ...planner.variant import ONLY
 from ..names import MOST_ELEMENTS, check_names
 from .cases import MEASURED, Case
+from .heads.cases import HeadCase
 from .suites import Measures
 from .timing import Against, Times
 
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CALLS, SHARDED = ("calls", "state"), ("host_us", "collectives", "sent_row_bytes", "formula_row_bytes")
+HEADS = ("of_products",)
 
 ONLY_OF: dict[Measures, tuple[str, ...]] = {
     "device time": (), "host time": CALLS, "first calls": CALLS, "sharded time": SHARDED,
+    "head time": HEADS,
 }  # fmt: skip
 """The fields of a result that only this kind of measurement records; all kinds record the others."""
 
@@ -37,6 +41,9 @@ WORDS = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}
 
 COPY_OF_SHARD, ALL_REDUCE = "copy of a shard", "all-reduce of rows"
 """Names of the two yardsticks of sharded rows."""
+
+THREE_PRODUCTS, FOUR_PRODUCTS = "three bare products", "four bare products"
+"""Names of the two yardsticks of a head."""
 
 CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
 """The most that our layer may add to PyTorch on a CPU: a ratio from LARGE elements up, microseconds below."""
@@ -71,6 +78,7 @@ class Result:
         collectives: Number of collectives of a call.
         sent_row_bytes: Bytes per row that a process gives to the collectives of a call, or sends to each other process
             through peer memory; the most of any process.
+        of_products: Time of a head over that of its three bare products.
         formula_row_bytes: The same by the formula of the documentation; None where the peer has none.
     """
 
@@ -96,6 +104,8 @@ class Result:
     collectives: int | None = None
     sent_row_bytes: float | None = None
     formula_row_bytes: int | None = None
+    # Of heads.
+    of_products: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -106,7 +116,11 @@ class Result:
         """The attributes of a kind of measurement, for JSON; an infinite error becomes null."""
         error = self.error if self.error is not None and isfinite(self.error) else None
         found = {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
-        return {name: value for name, value in found.items() if name not in {*CALLS, *SHARDED} - {*ONLY_OF[measures]}}
+        return {
+            name: value
+            for name, value in found.items()
+            if name not in {*CALLS, *SHARDED, *HEADS} - {*ONLY_OF[measures]}
+        }
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,7 @@ class CaseResult:
         measures: The kind of measurement.
         processes: Number of processes that share the rows.
         all_reduce: Times of an all-reduce of one float32 number per row, of sharded rows.
+        three_products, four_products: Times of the bare products of a head; the fourth makes the logits again.
     """
 
     case: Case
@@ -140,11 +155,14 @@ class CaseResult:
     measures: Measures = "device time"
     processes: int = 1
     all_reduce: Times | None = None
+    three_products: Times | None = None
+    four_products: Times | None = None
 
     @property
     def yardsticks(self) -> dict[str, Times]:
         """Times of calls that stand in the table beside the libraries, by name."""
         found = {COPY_OF_SHARD: self.copy, ALL_REDUCE: self.all_reduce} if self.measures == "sharded time" else {}
+        found |= {THREE_PRODUCTS: self.three_products, FOUR_PRODUCTS: self.four_products}
         return {name: times for name, times in found.items() if times is not None}
 
     @property
@@ -165,7 +183,8 @@ class CaseResult:
         """Everything but the framework and the kind of measurement, for JSON."""
         own = asdict(replace(self, results=[]))
         of_shards = () if self.measures == "sharded time" else ("processes", "all_reduce")
-        for name in ("case", "framework", "measures", *of_shards):
+        of_heads = () if self.measures == "head time" else ("three_products", "four_products")
+        for name in ("case", "framework", "measures", *of_shards, *of_heads):
             del own[name]
         results = [result.as_dict(self.measures) for result in self.results]
         return {**self.case.as_dict(), **own, "within_cpu_bound": self.within_cpu_bound, "results": results}
@@ -182,14 +201,15 @@ class CaseResult:
         Raises:
             ValueError: no such case can be measured.
         """
-        check_names("operation", [recorded["operation"]], MEASURED)
+        kind = HeadCase if measures == "head time" else Case
+        check_names("operation", [recorded["operation"]], FUNCTIONS if kind is HeadCase else MEASURED)
         check_names("dtype", [recorded["dtype"]], ITEMSIZE)
         if recorded["dim"] >= len(recorded["shape"]):
             raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")
         if prod(recorded["shape"]) >= MOST_ELEMENTS:
             raise ValueError(f"shape {recorded['shape']}: more elements than any memory holds")
         results = [made(Result, result) for result in recorded["results"]]
-        own = {"case": made(Case, recorded), "results": results, "framework": framework, "measures": measures}
+        own = {"case": made(kind, recorded), "results": results, "framework": framework, "measures": measures}
         return made(cls, recorded, **own)
 
 

@@ -10,8 +10,9 @@ from ...core.task import ITEMSIZE
 from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
+from .heads.cases import HeadCase
 
-Measures = Literal["device time", "host time", "first calls", "sharded time"]
+Measures = Literal["device time", "host time", "first calls", "sharded time", "head time"]
 """Kinds of measurements; kinds.py has the table of each."""
 
 DISTRIBUTED = "distributed"
@@ -97,6 +98,9 @@ TOKENS = [name for name in READERS if OPERATIONS[name].has_target and name not i
 
 RELATIVES = [name for name in MEASURED if name not in (FORWARD[0], GRADIENT_OF_ELEMENTS, *READERS)]
 """The operations near softmax that have no suite of their own."""
+
+OF_ROWS = ("op", "fused", "with_gradient", "reduction", "backend", "strategy", "dim")
+"""Options of the command line that suites of heads have no use for."""
 
 SUITES: dict[str, Suite] = {
     "forward": Suite(
@@ -192,6 +196,26 @@ SUITES: dict[str, Suite] = {
         _rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),
         few=_rows((64, 512), (1024, 1024), (256, 16384)), dtypes=("float32", "bfloat16"), repeat_ms=1000,
     ),
+    "linear-cross-entropy": Suite(
+        # Tokens, hidden and classes of models; the last hidden size and vocabulary are not aligned.
+        "the head of a language model and its loss, with both gradients",
+        _rows(
+            (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936),
+            (8192, 5120, 152064), (4096, 2560, 262208), (4096, 768, 50257), operation="linear_cross_entropy",
+            with_gradient=True,
+        ),
+        few=_rows((256, 16, 1000), (100, 24, 1003), operation="linear_cross_entropy", with_gradient=True),
+        dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
+    ),
+    "linear-token-logprobs": Suite(
+        "log-probabilities and entropies of a head, with both gradients",
+        _rows(
+            (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2048, 151936), (4096, 768, 50257),
+            operation="linear_token_logprobs", with_gradient=True,
+        ),
+        few=_rows((256, 16, 1000), (100, 24, 1003), operation="linear_token_logprobs", with_gradient=True),
+        dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
+    ),
     DISTRIBUTED: Suite(
         "rows that are sharded over the processes of torchrun",
         _each(LOSSES, (8192, 128256), (8192, 32000), (4096, 262144), with_gradient=True)
@@ -264,7 +288,8 @@ def cases(
         own = [entry._replace(operation=operation or entry.operation) for entry in chosen]
         if operation:
             own = [e if e == entry else e._replace(reduction="") for e, entry in zip(own, chosen, strict=True)]
-        found += [Case(dtype=dtype, **entry._asdict() | given) for dtype in dtypes or suite.dtypes for entry in own]
+        kind = HeadCase if suite.measures == "head time" else Case
+        found += [kind(dtype=dtype, **entry._asdict() | given) for dtype in dtypes or suite.dtypes for entry in own]
     # Entries that differ only in what was replaced are one case now.
     return list(dict.fromkeys(found))
 

@@ -208,6 +208,17 @@ def _sharded_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> 
     return table
 
 
+def _head_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
+    table = _table(results, content, HEAD_TIME, "plan or reason")
+    # The peak of PyTorch's allocator is not known on a CPU.
+    extra = any(result.extra_bytes is not None for found in results for result in found.results)
+    lines = [
+        "Time of forward and backward over that of three bare products in the same run.",
+        "Error: norm over rows of the weight's gradient, relative to float64.",
+    ]
+    return replace(table.without(set() if extra else {MEMORY}), below=lines)
+
+
 def _shown(number: float | None, form: str) -> str:
     """A number in a format; empty where there is none."""
     return "" if number is None else f"{number:{form}}"
@@ -250,6 +261,16 @@ SHARDED_TIME: Columns = {
 """Columns of sharded times."""
 
 
+HEAD_TIME: Columns = {
+    "time us": _us,
+    "of products": lambda _, result: _shown(result.of_products, ".2f"),
+    "vs torch": lambda _, result: f"{1 / result.against_torch.ratio:.2f}x" if result.against_torch else "",
+    MEMORY: _megabytes,
+    "error": lambda _, result: _shown(result.error, ".1e"),
+}
+"""Columns of the times of heads."""
+
+
 def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
     """The lines below the table: bytes that differ from the formula, and the speed-up over one process."""
     lines, speed_ups = [], []
@@ -271,5 +292,6 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
     "host time": partial(_calls, host_times.below),
     "first calls": partial(_calls, cold_suite.below),
     "sharded time": _sharded_time,
+    "head time": _head_time,
 }
 """The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

@@ -1,0 +1,278 @@
+"""The ways to compute a head: ours within several bounds of memory, PyTorch, Liger-Kernel, quack, cut-cross-entropy."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from ....core.units import size
+from ....explanation import explain
+from ..cases import Case
+from ..check import OTHERS_SLACK
+from ..peers import Compiled, ForGpus, Liger, Peer, Quack
+from .cases import HeadCase
+
+Function = Callable[..., Any]
+
+LOSS, TOKENS = "linear_cross_entropy", "linear_token_logprobs"
+
+TOKENS_AT_ONCE = 1024
+"""Tokens of a chunk of the way that libraries for reinforcement learning wrote themselves."""
+
+
+def with_gradients(forward: Function) -> Function:
+    """The function (input, weight, target, *incoming gradients) -> (gradients of input and weight, *outputs)."""
+    import torch
+
+    def function(x: Any, weight: Any, target: Any, *incoming: Any) -> Any:
+        found = forward(x, weight, target)
+        outputs = found if isinstance(found, tuple) else (found,)
+        gradients = torch.autograd.grad(outputs, (x, weight), incoming or None)
+        return (*gradients, *(y.detach() for y in outputs))
+
+    return function
+
+
+class OursHead(Peer):
+    """Our functions, with the memory that they take by default, or within a bound.
+
+    Attributes:
+        slack: Error of the gradients over PyTorch's own that is allowed.
+        acc_dtype: Name of the dtype in which chunks add up the gradient of the weight; None for the usual one.
+    """
+
+    name, module, ours = "ours", "onlinesoftmax", True
+    slack = 1.0
+    acc_dtype: str | None = None
+
+    def memory(self, case: HeadCase) -> int | None:
+        """The bound in bytes; of small cases a part of their logits, so that the plan is the same."""
+        return None
+
+    def supports(self, case: Case) -> str | None:
+        """Everything but the sums of `acc_dtype`, which only chunks of tokens have."""
+        return f"{case.operation} has no acc_dtype" if self.acc_dtype and case.operation == TOKENS else None
+
+    def prepare(self, case: Case) -> Function:
+        """The public function."""
+        import torch
+
+        import onlinesoftmax
+
+        assert isinstance(case, HeadCase)
+        function, given = getattr(onlinesoftmax, case.operation), dict[str, Any]()
+        if (memory := self.memory(case)) is not None:
+            given["memory"] = memory
+        if self.acc_dtype is not None:
+            # In wider dtypes the sum is the gradient itself.
+            given["acc_dtype"] = getattr(torch, self.acc_dtype) if case.dtype == self.acc_dtype else None
+        if case.operation == TOKENS:
+            return with_gradients(lambda x, w, target: tuple(function(x, w, target, **given)[:2]))
+        return with_gradients(lambda x, w, target: function(x, w, target, **given))
+
+    def plan(self, case: HeadCase, x: Any, weight: Any) -> str:
+        """The plan of the call in one line, with its forecast."""
+        acc_dtype = self.acc_dtype if case.dtype == self.acc_dtype else None
+        asked: dict[str, Any] = {"operation": case.operation, "memory": self.memory(case), "acc_dtype": acc_dtype}
+        found = explain(x, linear_weight=weight, **asked)
+        plan, time = found.plan, f"; forecast {found.forecast}" if found.forecast else ""
+        return f"{plan.name}, chunks {plan.chunks}, products {plan.products}, {size(plan.bytes)}{time}"
+
+
+class Stored(OursHead):
+    """Ours with all logits."""
+
+    name = "ours-stored"
+
+    def memory(self, case: HeadCase) -> int:
+        """Enough for all logits, and in float16 for the sum."""
+        return case.logits_bytes + 4 * case.shape[1] * case.shape[2]
+
+
+class Bounded(OursHead):
+    """Ours within 0.6 GB, exact."""
+
+    name = "ours-bounded"
+
+    def memory(self, case: HeadCase) -> int:
+        """0.6 GB."""
+        return min(600_000_000, case.logits_bytes * 3 // 4)
+
+
+class Small(Bounded):
+    """Ours within 0.6 GB, with the gradient of the weight added up in its own dtype."""
+
+    name, slack, acc_dtype = "ours-small", 2.0, "bfloat16"
+
+
+class Columns(OursHead):
+    """Ours within 0.2 GB."""
+
+    name = "ours-columns"
+
+    def memory(self, case: HeadCase) -> int:
+        """0.2 GB."""
+        return min(200_000_000, case.logits_bytes // 3)
+
+
+class TorchHead(Peer):
+    """PyTorch's linear layer and the operations on its logits."""
+
+    name, distribution = "torch", "torch"
+
+    def prepare(self, case: Case) -> Function:
+        """`linear`, then `cross_entropy` or the operations of libraries for reinforcement learning."""
+        return with_gradients(on_logits(case))
+
+
+class CompiledHead(TorchHead):
+    """The same under torch.compile."""
+
+    name = Compiled.name
+
+    def prepare(self, case: Case) -> Function:
+        """A fresh compilation for this shape."""
+        import torch
+
+        torch._dynamo.reset()
+        return with_gradients(torch.compile(on_logits(case), dynamic=False))
+
+
+class TorchLinear(Peer):
+    """PyTorch's own function, which has chunks of tokens."""
+
+    name, distribution = "torch-linear", "torch"
+
+    def why_absent(self) -> str | None:
+        """Older PyTorch has no such function."""
+        from torch.nn import functional
+
+        return None if hasattr(functional, LOSS) else f"torch.nn.functional has no {LOSS} here"
+
+    def supports(self, case: Case) -> str | None:
+        """The loss alone."""
+        return None if case.operation == LOSS else f"has no {case.operation}"
+
+    def prepare(self, case: Case) -> Function:
+        """`torch.nn.functional.linear_cross_entropy` as it is."""
+        from torch.nn import functional
+
+        return with_gradients(getattr(functional, LOSS))
+
+
+class Checkpointed(Peer):
+    """PyTorch's operations on chunks of tokens, whose float32 logits the backward pass makes again."""
+
+    name = "torch-chunks"
+
+    def supports(self, case: Case) -> str | None:
+        """Log-probabilities alone."""
+        return None if case.operation == TOKENS else f"has no {case.operation}"
+
+    def prepare(self, case: Case) -> Function:
+        """Chunks under `torch.utils.checkpoint`."""
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        chunk = on_logits(case)
+
+        def forward(x: Any, weight: Any, target: Any) -> Any:
+            parts = zip(x.split(TOKENS_AT_ONCE), target.split(TOKENS_AT_ONCE), strict=True)
+            found: Any = [checkpoint(chunk, one, weight, its_target, use_reentrant=False) for one, its_target in parts]
+            return tuple(torch.cat(outputs) for outputs in zip(*found, strict=True))
+
+        return with_gradients(forward)
+
+
+class _Library(ForGpus):
+    """A library for NVIDIA GPUs with a fused linear cross-entropy."""
+
+    operations = (LOSS,)
+
+    def supports(self, case: Case) -> str | None:
+        """The loss alone."""
+        return None if case.operation in self.operations else f"has no {case.operation}"
+
+    def prepare(self, case: Case) -> Function:
+        """Its public function."""
+        return with_gradients(self.function(case))
+
+
+class LigerHead(_Library):
+    """Liger-Kernel's fused linear cross-entropy."""
+
+    name, module, distribution = Liger.name, "liger_kernel.ops", Liger.distribution
+
+    def function(self, case: Case) -> Function:
+        """The autograd function of its module, without the results beside the loss."""
+        apply = importlib.import_module(self.module).LigerFusedLinearCrossEntropyFunction.apply
+
+        def forward(x: Any, weight: Any, target: Any) -> Any:
+            found = apply(x, weight, target)
+            return found[0] if isinstance(found, tuple) else found
+
+        return forward
+
+
+class QuackHead(_Library):
+    """quack's linear cross-entropy in chunks of tokens."""
+
+    name, module, distribution = Quack.name, "quack.linear_cross_entropy", Quack.distribution
+
+    def function(self, case: Case) -> Function:
+        """Its public function."""
+        function: Function = importlib.import_module(self.module).chunked_linear_cross_entropy
+        return lambda x, weight, target: function(x, weight, target)
+
+
+class Cut(_Library):
+    """cut-cross-entropy, which leaves out small gradients.
+
+    Attributes:
+        impl: Its name of the implementation.
+    """
+
+    name, module, distribution = "cce", "cut_cross_entropy", "cut-cross-entropy"
+    impl = "cce"
+    # It leaves them out by design, and the table shows the error.
+    slack = 100.0
+
+    def function(self, case: Case) -> Function:
+        """Its public function with this implementation."""
+        function = importlib.import_module(self.module).linear_cross_entropy
+        return lambda x, weight, target: function(x, weight, target, impl=self.impl)
+
+
+class CutExact(Cut):
+    """cut-cross-entropy with all gradients, added up in float32."""
+
+    name = "cce-exact"
+    impl = "cce_exact"
+    slack = float(OTHERS_SLACK)
+
+
+def on_logits(case: Case) -> Function:
+    """From input, weight and target to the outputs, by PyTorch's operations on all logits."""
+    import torch
+    from torch.nn import functional
+
+    if case.operation == LOSS:
+        return lambda x, weight, target: functional.cross_entropy(functional.linear(x, weight), target)
+    wide = getattr(torch, case.accumulator)
+
+    def tokens(x: Any, weight: Any, target: Any) -> Any:
+        log_p = torch.log_softmax(functional.linear(x, weight).to(wide), -1)
+        return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+    return tokens
+
+
+HEAD_PEERS: dict[str, type[Peer]] = {
+    peer.name: peer
+    for peer in (
+        Stored, Small, Bounded, Columns, TorchHead, CompiledHead, TorchLinear, Checkpointed, LigerHead, QuackHead, Cut,
+        CutExact,
+    )
+}  # fmt: skip
+"""The ways beside ours with its usual memory, by their names on the command line."""

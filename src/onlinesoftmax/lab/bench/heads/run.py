@@ -1,0 +1,158 @@
+"""The measurement of a head: every way is checked, then timed beside the bare products of the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..check import OTHERS_SLACK
+from ..inputs import extra_bytes, lacking, out_of_memory
+from ..peers import Peer, first_line
+from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
+from ..run import FLUSHES_OF_AUTOGRAD, refusal
+from ..timing import Against, Clock, Flush, Times, clock_for
+from .cases import HeadCase
+from .peers import TOKENS, OursHead, TorchHead
+from .reference import Sample, errors, sample_of
+
+Call = Callable[[], Any]
+
+SPREAD = 3.0
+"""Standard deviation of the logits: a few classes have most of the probability."""
+
+
+def run_heads(
+    cases: Iterable[HeadCase], everybody: Sequence[Peer], device: Any, repeat_ms: float
+) -> Iterator[CaseResult]:
+    """Measure the cases, one at a time.
+
+    Args:
+        cases: The cases.
+        everybody: `OursHead` and other ways, all of them present.
+        device: A torch device.
+        repeat_ms: Milliseconds for each measurement.
+    """
+    clock = clock_for(device, max(peer.flushes for peer in everybody))
+    for case in cases:
+        # The float64 weight, PyTorch's logits with their float32 copies, and the gradients.
+        tokens, hidden, classes = case.shape
+        needed = 16 * classes * (hidden + tokens) + 4 * case.bytes
+        if reason := lacking(needed, device):
+            yield CaseResult(case, skipped=reason, measures="head time")
+            continue
+        try:
+            yield _measure(case, everybody, device, repeat_ms, clock)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}", measures="head time")
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.empty_cache()
+
+
+def make_head(case: HeadCase, device: Any) -> tuple[Any, ...]:
+    """Input, weight and targets; and for log-probabilities the incoming gradients of both outputs."""
+    import torch
+
+    tokens, hidden, classes = case.shape
+    dtype, wide = getattr(torch, case.dtype), getattr(torch, case.accumulator)
+    where: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(classes)}
+    x = torch.randn(tokens, hidden, **where).to(dtype)
+    weight = (torch.randn(classes, hidden, **where) * (SPREAD / hidden**0.5)).to(dtype)
+    target = torch.randint(classes, (tokens,), **where)
+    incoming = [torch.randn(tokens, dtype=wide, **where) for _ in range(2)] if case.operation == TOKENS else []
+    return (x.requires_grad_(), weight.requires_grad_(), target, *incoming)
+
+
+def bare_products(x: Any, weight: Any) -> Call:
+    """The three products of a head, without anything between: logits, gradient of the input, gradient of the weight."""
+    import torch
+
+    x, weight = x.detach(), weight.detach()
+    z, dx, dw = x.new_empty(len(x), len(weight)), torch.empty_like(x), torch.empty_like(weight)
+
+    def products() -> None:
+        torch.mm(x, weight.t(), out=z)
+        torch.mm(z, weight, out=dx)
+        torch.mm(z.t(), x, out=dw)
+
+    return products
+
+
+def _measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    import torch
+
+    inputs = make_head(case, device)
+    sample = sample_of(case, *inputs)
+    allowed = errors(sample, TorchHead(device.type).prepare(case)(*inputs))
+    results, calls = [], dict[str, Call]()
+    for peer in everybody:
+        result, call = _checked(case, peer, inputs, sample, allowed)
+        results.append(result)
+        if result.status == "ok" and call is not None:
+            calls[peer.name] = call
+    three, (x, weight) = bare_products(*inputs[:2]), (t.detach() for t in inputs[:2])
+    z = x.new_empty(len(x), len(weight))
+
+    def four() -> None:
+        torch.mm(x, weight.t(), out=z)
+        three()
+
+    everything = {**calls, THREE_PRODUCTS: three, FOUR_PRODUCTS: four}
+    samples = clock.measure(everything, repeat_ms, Flush(least=FLUSHES_OF_AUTOGRAD))
+    products, again = (Times.of(samples[name]) for name in (THREE_PRODUCTS, FOUR_PRODUCTS))
+
+    def timed(result: Result) -> Result:
+        if result.who not in calls:
+            return result
+        found, times = samples[result.who], Times.of(samples[result.who])
+        against = Against.of(found, samples["torch"]) if "torch" in calls and result.who != "torch" else None
+        return replace(result, times=times, of_products=times.median_us / products.median_us, against_torch=against)
+
+    return CaseResult(
+        case, results=[timed(each) for each in results], measures="head time", three_products=products,
+        four_products=again,
+    )  # fmt: skip
+
+
+def _checked(
+    case: HeadCase, peer: Peer, inputs: tuple[Any, ...], sample: Sample, allowed: tuple[float, ...]
+) -> tuple[Result, Call | None]:
+    """The result of a way without times, and its call."""
+    if reason := peer.supports(case):
+        return Result(peer.name, "refused", reason), None
+    try:
+        plan = peer.plan(case, *inputs[:2]) if isinstance(peer, OursHead) else ""
+        call = partial(peer.prepare(case), *inputs)
+        found = errors(sample, call())
+        reason = wrong(case, found, allowed, getattr(peer, "slack", OTHERS_SLACK))
+        extra = extra_bytes(call, inputs[0].device)
+    except Exception as error:  # whatever another library raises is its refusal, not our crash
+        return refusal(peer, None, error), None
+    status = "wrong" if reason else "ok"
+    return Result(peer.name, status, reason, found[1], allowed[1], extra_bytes=extra, analysis=plan), call
+
+
+def wrong(case: HeadCase, found: tuple[float, ...], allowed: tuple[float, ...], slack: float) -> str | None:
+    """The sentence that says what is wrong: an error above `slack` times PyTorch's own and a rounding.
+
+    The roundings of the elements of a gradient differ, so that their norm is about a quarter of the largest one.  A
+    float32 logsumexp from 8 to 16 may be off by one unit, and with it the results of its row.
+    """
+    import torch
+
+    outputs = ("logprob", "entropy") if case.operation == TOKENS else ("loss",)
+    eps = torch.finfo(getattr(torch, case.dtype)).eps
+    of_lse = 8 * torch.finfo(getattr(torch, case.accumulator)).eps
+    of_gradient, of_output = eps / 4 + of_lse, eps + of_lse
+    names = {"gradient of input": of_gradient, "gradient of weight": of_gradient, **dict.fromkeys(outputs, of_output)}
+    # The reference rounds as float64 does.
+    slack = max(slack, OTHERS_SLACK) if case.dtype == "float64" else slack
+    for (name, rounding), error, own in zip(names.items(), found, allowed, strict=True):
+        if not error <= slack * (own + rounding):
+            return f"{name}: error {error:.1e}; the framework's own {own:.1e}"
+    return None
