@@ -1,4 +1,4 @@
-"""The blocks about losses: of docs/performance.md, docs/losses.md, docs/jax.md and docs/distributed.md."""
+"""The blocks about losses: of docs/performance.md, docs/losses.md, docs/linear.md, docs/jax.md, docs/distributed.md."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.report.charts import NAMES
 
 from .markdown import (
@@ -18,6 +18,7 @@ from .markdown import (
     shape,
     share,
     size,
+    sizes,
     source,
     spread,
     table,
@@ -32,6 +33,51 @@ WAYS = {
     "all-gather": "all-gather", "one-process": "ours on one GPU",
 }  # fmt: skip
 """Ways to compute rows that are sharded, by their names in records."""
+
+
+HEAD_WAYS = {
+    "ours": "ours", "ours-small": "`acc_dtype`, 0.6\u00a0GB", "ours-bounded": "0.6\u00a0GB",
+    "ours-columns": "0.2\u00a0GB", "torch": "PyTorch", "compile": "torch.compile", "torch-linear": "PyTorch's own",
+    "torch-chunks": "checkpoints", "liger": "Liger", "quack": "quack", "cce": "CCE", "cce-exact": "CCE exact",
+}  # fmt: skip
+"""Ways to compute a head, by their names in records."""
+
+
+def linear_cross_entropy_table(records: Records) -> str:
+    """A head and its loss: times over three bare products, and extra memory."""
+    return _of_heads(records, "linear-cross-entropy")
+
+
+def linear_token_logprobs_table(records: Records) -> str:
+    """A head and its log-probabilities: times over three bare products, and extra memory."""
+    return _of_heads(records, "linear-token-logprobs")
+
+
+def _of_heads(records: Records, suite: str) -> str:
+    """A row for each head, of the first GPU that has a record."""
+    name = next((each for gpu in ("h100", "h200") if records.get(each := f"{gpu}-{suite}")), "")
+    found = records.cases(name)
+    if not found:
+        return ABSENT
+    header = ["tokens × hidden → classes", "three products", *HEAD_WAYS.values()]
+    rows = []
+    for each in found:
+        tokens, hidden, classes = each.case.shape
+        cells = [_of_products(result_of(each, who)) for who in HEAD_WAYS]
+        products = microseconds(each.three_products and each.three_products.median_us)
+        rows.append([f"{sizes((tokens, hidden))} → {classes}", f"{products} µs", f"**{cells[0]}**", *cells[1:]])
+    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+
+
+def _of_products(result: Result | None) -> str:
+    """The time over three bare products, and the memory beyond inputs and gradients."""
+    if result is None:
+        return NOTHING
+    if result.of_products is None:
+        return "refuses" if result.status == "refused" else result.status
+    return together(
+        [f"{result.of_products:.2f}", *([size(result.extra_bytes)] if result.extra_bytes is not None else [])]
+    )
 
 
 def cross_entropy_table(records: Records) -> str:

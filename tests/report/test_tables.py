@@ -19,7 +19,10 @@ pytest.importorskip("jsonschema", reason="a schema checks the records")
 
 from made_records import record
 
+from onlinesoftmax.lab.bench.heads.cases import HeadCase
 from onlinesoftmax.lab.bench.record_file import record_name
+from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.bench.timing import Times
 from onlinesoftmax.lab.report.charts import NAMES, headline, points_of, svg
 from onlinesoftmax.lab.report.records import read
 
@@ -83,6 +86,21 @@ def test_a_new_record_changes_the_pages(tables: Any, tmp_path: Path) -> None:
     table = tables["BLOCKS"]["softmax_table"](tables["Records"](tmp_path / "results"))
     assert "**0.43**" in table
     assert "`h200-forward.json` (feedbee)" in table
+
+
+def test_a_record_of_heads_fills_its_table(tables: Any, tmp_path: Path) -> None:
+    case, times = HeadCase("linear_cross_entropy", (8192, 4096, 128256), 2, "bfloat16"), Times(36000.0, 35.0, 37.0, 7)
+    ours = Result("ours", "ok", error=3e-3, times=times, of_products=1.024, extra_bytes=2_101_346_304)
+    found = CaseResult(
+        case, results=[ours, Result("liger", "refused", "no")], measures="head time", three_products=times,
+        four_products=times,
+    )  # fmt: skip
+    content = record() | {"measures": "head time", "cases": [found.as_dict()]}
+    (tmp_path / "h100-linear-cross-entropy.json").write_text(json.dumps(content))
+    lines = tables["BLOCKS"]["linear_cross_entropy_table"](tables["Records"](tmp_path)).splitlines()
+    assert lines[0] == "| tokens × hidden → classes | three products | ours | Liger |"
+    shown = "| 8192\u00a0×\u00a04096 → 128256 | 36000 µs | **1.02,\u00a02.1\u00a0GB** | refuses |"
+    assert lines[2] == shown
 
 
 def test_a_missing_record_is_said(tables: Any, tmp_path: Path) -> None:
