@@ -18,7 +18,18 @@ import torch
 import torch.distributed as dist
 
 import onlinesoftmax as osm
-from distributed.processes import COLS, EAGER, agrees, device, inputs, kernels_run, random, same_everywhere, sharded
+from distributed.processes import (
+    COLS,
+    EAGER,
+    a_gradient_scaler_reaches_float16,
+    agrees,
+    device,
+    inputs,
+    kernels_run,
+    random,
+    same_everywhere,
+    sharded,
+)
 from onlinesoftmax.distributed import collective
 from onlinesoftmax.distributed.collective import CollectiveLaunches
 from onlinesoftmax.distributed.shards import ShardedInput
@@ -309,6 +320,10 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
         collective.CHUNK_BYTES, collective.CHUNK_STEP, collective.start_gathering = limit, real, begin
 
 
+def float16_waits_for_a_gradient_scaler(first: int, end: int) -> None:
+    a_gradient_scaler_reaches_float16(first, end, how(first, end))
+
+
 def no_tensor_is_kept(first: int, end: int) -> None:
     x, target, weight = (t.clone() for t in inputs(torch.float32))
     local = x[:, first:end].clone().requires_grad_()
@@ -326,7 +341,7 @@ def everything(first: int, end: int) -> None:
     for check in (
         losses_are_as_good_as_those_of_one_process, hard_rows, log_probabilities_have_all_gradients, logsumexps,
         other_tensors, arguments_are_checked_in_every_call, repeated_calls_without_shards_find_their_launches,
-        autocast_is_followed, autocast_on_a_gpu_gives_float32,
+        autocast_is_followed, autocast_on_a_gpu_gives_float32, float16_waits_for_a_gradient_scaler,
         no_tensor_is_kept, chunks_of_rows_give_the_same_results,
     ):  # fmt: skip
         PREPARED_CALLS.clear()

@@ -18,7 +18,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import onlinesoftmax as osm
-from distributed.processes import EAGER, agrees, device, random, same_everywhere
+from distributed.processes import (
+    COLS,
+    EAGER,
+    a_gradient_scaler_reaches_float16,
+    agrees,
+    device,
+    random,
+    same_everywhere,
+)
 from onlinesoftmax.distributed import mailboxes
 from onlinesoftmax.kernels.cuda.shard_mail import MAIL
 
@@ -284,9 +292,16 @@ def another_group() -> None:
     assert mailboxes.known_exchange(group) not in ("", mailboxes.COLLECTIVE, mailboxes.known_exchange(dist.group.WORLD))
 
 
+def float16_waits_for_a_gradient_scaler() -> None:
+    shards, before = shard_of(COLS), launches()
+    a_gradient_scaler_reaches_float16(*columns(shards), {"shards": shards, **PEER})
+    assert launches() == before + 2
+
+
 CHECKS: tuple[Callable[[], None], ...] = (
     losses, log_probabilities, softmax_and_its_like, calls_follow_each_other_closely, graphs,
     calls_that_cannot_use_peer_memory, calls_without_shards_wait_for_no_gpu, dtensors, another_group,
+    float16_waits_for_a_gradient_scaler,
 )  # fmt: skip
 
 

@@ -171,6 +171,20 @@ def same_everywhere(t: torch.Tensor) -> None:
     assert all(torch.equal(part, parts[0]) for part in parts)
 
 
+def a_gradient_scaler_reaches_float16(first: int, end: int, given: dict[str, Any]) -> None:
+    """A mean over many rows makes a small probability 0 in float16; times the factor of the scaler it is not."""
+    x, target = random(300, COLS, seed=8) / 3 - 9 * torch.ones(COLS, device=device()), torch.arange(300) % 5
+    x[:, :5] += 9
+    for reduction, factor in (("mean", 16384.0), ("sum", 64.0)):
+        local, whole = x[:, first:end].half().requires_grad_(), x.half().double().requires_grad_()
+        exact = torch.autograd.grad(
+            factor * torch.nn.functional.cross_entropy(whole, target.to(device()), reduction=reduction), whole
+        )[0][:, max(first, 5) : end]
+        loss = sharded.cross_entropy(local, target.to(device()), reduction=reduction, dtype=torch.float32, **given)
+        (dx,) = torch.autograd.grad(factor * loss, local)
+        assert (dx[:, max(5 - first, 0) :].double() - exact).norm() <= 2e-3 * exact.norm()
+
+
 class Agreed(NamedTuple):
     """Results that agree with those of one process.
 

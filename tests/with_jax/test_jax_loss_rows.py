@@ -339,3 +339,18 @@ def test_dtypes_of_a_scalar(dtype: str) -> None:
     x, target = logits(3, 7, dtype=dtype), classes(3, cols=7)
     y, dx = jax.eval_shape(jax.value_and_grad(reduced), x, target)
     assert (y.dtype, y.shape, dx.dtype, dx.shape) == (dtype, (), dtype, (3, 7))
+
+
+@pytest.mark.parametrize("forced", [{}, {"backend": "pallas", "strategy": "row"}], ids=str)
+def test_a_gradient_scaler_reaches_float16_before_it_rounds(forced: dict[str, Any]) -> None:
+    """1 / 300 of a small probability is 0 in float16; times the factor of the scaler it is not.  A row is ignored."""
+    x, target = logits(300, 40).clip(-3, 3) / 3 - 9.5 * (jnp.arange(40) > 9), jnp.arange(300) % 10
+    x, target = x.astype("float16").at[5].set(jnp.nan), target.at[5].set(-100)
+    mean = partial(osj.cross_entropy, reduction="mean", ignore_index=-100)
+    # Compiled with the forward pass, XLA may leave out the rounding.
+    y, vjp = jax.vjp(lambda x: mean(x, target, **forced), x)
+    (dx,) = vjp(jnp.full_like(y, 16384.0))
+    exact = jax.nn.softmax(x.astype("float32")) * (16384.0 / 299)
+    assert (dx[5] == 0).all()
+    error = (dx.astype("float32") - exact)[jnp.arange(300) != 5, 10:]
+    assert jnp.linalg.norm(error) < 1e-2 * jnp.linalg.norm(exact[jnp.arange(300) != 5, 10:])

@@ -5,13 +5,15 @@
     other results       one kernel reads the shard, exchanges states, and writes the results of the rows; a small
                         kernel adds the losses (for a mean or a sum); backward is one kernel, which exchanges nothing
 
+The gradient of float16 logits is computed in backward, where a gradient scaler has multiplied the incoming gradient.
 A loss with label smoothing and class weights adds the weights in one more launch.  As with a collective, a result per
 row has the same bits on every process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +21,11 @@ import torch
 from ..core.call import Call, Settings
 from ..core.task import ColumnRange
 from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
+from ..torch import loss_eager
 from ..torch.arguments import check_first_derivative
 from ..torch.autograd import prepared_launch, prepared_recording
 from ..torch.formulas import accumulator_of
+from ..torch.loss_arguments import Loss
 from ..torch.loss_kernels import loss_numbers, reduced_with_gradient
 from ..torch.small_kernels import reducer
 from .local import Shard, call_of
@@ -50,7 +54,8 @@ class PeerLaunches:
         self.signature, self.columns, self._wide = signature, columns, wide
         operation = TOKEN_LOGPROBS if loss is None else CROSS_ENTROPY
         self.results = tuple("loss" if name == "y" and loss is not None else name for name in signature.outputs)
-        self._in_forward = with_gradient and signature.reduces
+        waits = with_gradient and signature.reduces and x.dtype is torch.float16
+        self._in_forward = with_gradient and signature.reduces and not waits
         saved = () if not with_gradient else ("y",) if self._in_forward else ("m", "l")
         outputs = tuple(output.name for output in operation.outputs if output.name in {*self.results, *saved})
         named = {"target": target, **({} if loss is None else loss_numbers(loss)), **self._weights(weight)}
@@ -58,12 +63,15 @@ class PeerLaunches:
             # For planning; each call passes its own dy.
             named["dy"] = torch.empty((), dtype=wide, device=x.device)
         call = call_of(operation, Shard.of(signature, operands, None), named, columns)
-        self._total = None
-        if loss is None or not signature.reduces:
+        self._total: Callable[..., Tensor] | None = None
+        if loss is None or not signature.reduces or waits:
             if with_gradient:
                 self._run = prepared_recording(call, outputs, self.results, by_pytorch=_no_second_derivative)
             else:
                 self._run = prepared_launch(call, outputs)
+            if waits:
+                assert loss is not None
+                self._total = partial(_reduced, loss)
             return
         small = reducer(x, target, weight, loss, with_gradient, columns.total)
         assert small is not None
@@ -112,6 +120,11 @@ class PeerLaunches:
         if self.signature.smoothed:
             local["weight_sum"] = weight.sum(dtype=accumulator_of(self._wide, weight.dtype))
         return local
+
+
+def _reduced(loss: Loss, rows: Tensor, target: Tensor, weight: Tensor | None, _factor: Any) -> Tensor:
+    """The losses of rows, reduced by PyTorch's operations, which autograd records."""
+    return loss_eager.reduced(rows, target, weight, loss).to(loss.settings.dtype)
 
 
 def _given(*tensors: Tensor | None) -> Iterable[Tensor]:

@@ -60,8 +60,10 @@ def run_loss(
     target = _target(CROSS_ENTROPY, "labels", labels, rows) if with_integers else None
     weights = None if with_integers else _weights(labels, x, rows)
     counted = reduction.counted(labels) if with_integers else None
-    # Without an exchange and a gradient of the scale, the forward pass of a scalar loss can write the gradient.
+    # Without an exchange and a gradient of the scale, the forward pass of a scalar loss can write the gradient.  In
+    # float16 it would round to 0 before the factor of a gradient scaler reaches it.
     can_write = not rows.names and isinstance(rows.options.scale, float) and not _of_kept(rows, numbers)
+    can_write = can_write and rows.x.dtype != jnp.float16
     if rows.x.size and target is not None and reduction.kind != "none" and can_write:
         call, operands = call_on(rows, CROSS_ENTROPY, choice, target=target, numbers=numbers)
         return loss_total.total(reduction, call, operands, counted).astype(rows.dtype)
