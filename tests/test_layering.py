@@ -53,6 +53,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "distributed": {"torch"},
     "linear.arguments": {"torch"},
     "linear.columns": {"torch"},
+    "linear.operators": {"torch"},
     "linear.products": {"torch"},
     "linear.rows": {"torch"},
     "linear.run": {"torch"},

@@ -55,7 +55,7 @@ def same_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any, seed: int = 1
     """The results and the gradients in `inputs` agree to the last digits of float64."""
     torch.testing.assert_close(ours, theirs)
     dy = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seed)).to(theirs)
-    found = (torch.autograd.grad(y, inputs, dy) for y in (ours, theirs))
+    found = (torch.autograd.grad(y, inputs, dy, retain_graph=True) for y in (ours, theirs))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
 

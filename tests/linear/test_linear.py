@@ -124,19 +124,6 @@ def test_statistics() -> None:
         torch.testing.assert_close(a.flatten(), c)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore:The .grad attribute")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled(backend: str) -> None:
-    x, w, b, target = head()
-    compiled = torch.compile(osm.linear_cross_entropy, backend=backend)
-    same_with_gradients(
-        compiled(x, w, target, linear_bias=b), osm.linear_cross_entropy(x, w, target, linear_bias=b), [x, w, b]
-    )
-    whole = torch.compile(osm.linear_cross_entropy, backend=backend, fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        whole(x, w, target)
-
-
 @pytest.mark.skipif(GPU, reason="without a GPU, Triton's interpreter runs the kernels")
 @pytest.mark.parametrize("plan", MEMORY)
 def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:

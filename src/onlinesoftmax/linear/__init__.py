@@ -5,7 +5,7 @@
     linear_token_loss        any loss of these three numbers of each token, with its gradients in the forward pass
 
 plans.py says how the logits are cut, products.py multiplies, rows.py computes what one chunk of logits gives; tokens.py
-and columns.py are the ways of a call.
+and columns.py are the ways of a call, and operators.py those of a traced call.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def linear_token_loss(
     """A loss of the log-probability, entropy and logsumexp of each token, with its gradients in the forward pass.
 
     The loss and its derivative are evaluated on the vectors of each chunk of tokens.  So a loss such as PPO's or GRPO's
-    costs three products, where `linear_token_logprobs` without stored logits costs four.
+    costs three products, where `linear_token_logprobs` without stored logits costs four.  A graph of torch.compile
+    has no operator for a function of the caller: there this is the loss of `linear_token_logprobs`.
 
     Args:
         input, linear_weight, target, linear_bias, scale, softcap, memory, acc_dtype: As for `linear_cross_entropy`,

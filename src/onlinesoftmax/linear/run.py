@@ -1,6 +1,6 @@
 """The ways of the calls of linear/__init__.py on torch tensors.
 
-torch.compile calls these functions without tracing them: its graph breaks there.
+A trace gets the operators of operators.py; an eager call runs the functions of tokens.py and columns.py.
 """
 
 from __future__ import annotations
@@ -15,14 +15,26 @@ from ..core.task import ANY
 from ..ops.cross_entropy.arguments import checked_numbers
 from ..torch.arguments import TORCH, check_dtype, check_weight, checked_number
 from ..torch.formulas import accumulator_of
-from ..torch.loss_arguments import Loss, count_of, counted, equals, is_class, scaled_weight, scales_weight, signed
+from ..torch.gradients import is_traced
+from ..torch.loss_arguments import (
+    Loss,
+    count_of,
+    counted,
+    equals,
+    is_class,
+    scaled_weight,
+    scales_weight,
+    signed,
+    with_constants,
+)
 from ..torch.loss_run import statistics_of
+from ..torch.namespace import NAMESPACE
 from . import rows
 from .arguments import Head, checked_acc_dtype, checked_head, checked_memory, checked_options_of, checked_per_token
 from .columns import LogProbabilities
-from .plans import LinearPlan, plan_of, problem_of
+from .plans import CHUNK_BYTES, LinearPlan, plan_of, problem_of
 from .sharing import Sharing
-from .tokens import KnownFactor, LaterFactor, Work
+from .tokens import KnownFactor, LaterFactor, Rows, Work
 
 Tensor = torch.Tensor
 
@@ -31,7 +43,6 @@ Tensors = tuple[Any, Any, Any, Any]
 """The arguments input, linear_weight, target and linear_bias."""
 
 
-@torch.compiler.disable
 def cross_entropy(
     tensors: Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: torch.dtype | None,
     return_stats: bool, memory: Any, acc_dtype: Any,
@@ -55,23 +66,9 @@ def cross_entropy(
     if token_weight is not None:
         token_weight = checked_per_token(name, "token_weight", token_weight, head)
     factor, divisor = _factor(head, weight, loss, token_weight)
-    whole_rows = soft or bool(loss.smoothing) or weight is not None or return_stats
-    sum_dtype = checked_acc_dtype(name, acc_dtype, head.input.dtype)
-    in_place = sum_dtype.itemsize < wide.itemsize
-    plan = plan_for(name, head, checked_memory(name, memory), reduction == "none", whole_rows, in_place=in_place)
-    stats: Any = ()
-    inputs, of_row = (head.input, head.weight, head.bias), loss._replace(reduction="none")
-    if plan.name == "columns" or plan.keeps:
-        y = loss_of(LogProbabilities.apply(*inputs, of_target, plan, options), of_target, loss)
-        y = y * factor if reduction == "none" else (y * factor).sum()
-    else:
-        skipped = None if soft else ~counted(of_target, loss)
-        work = Work(plan, _loss_rows(head, weight, of_row, return_stats), skipped, records(head), sum_dtype=sum_dtype)
-        if reduction == "none":
-            y, *stats = LaterFactor.apply(*inputs, work)
-            y = y * factor
-        else:
-            y, _, *stats = KnownFactor.apply(*inputs, factor, work)
+    bounds = checked_memory(name, memory), checked_acc_dtype(name, acc_dtype, head.input.dtype)
+    way = _traced_losses if is_traced(head.input) else _losses
+    y, stats = way(head, weight, loss, factor, return_stats, *bounds)
     y = _mean_of_none(divided(y, divisor), head, reduction)
     y = (y.reshape(head.shape) if reduction == "none" else y).to(dtype)
     if not return_stats:
@@ -79,7 +76,76 @@ def cross_entropy(
     return y, LossStatistics(*[t.reshape(head.shape) for t in statistics_of(of_target, loss, *stats)])
 
 
-@torch.compiler.disable
+def _losses(
+    head: Head, weight: Tensor | None, loss: Loss, factor: Tensor, stats: bool, memory: int | None,
+    sum_dtype: torch.dtype,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """The losses, each times its factor, or their sum; and with `stats` lse, entropy and the largest class."""
+    inputs, target, each = (head.input, head.weight, head.bias), head.target, loss.reduction == "none"
+    whole_rows, in_place = needs_whole_rows(loss, target, weight, stats), sum_dtype.itemsize < factor.itemsize
+    plan = plan_for("linear_cross_entropy", head, memory, each, whole_rows, in_place=in_place)
+    if plan.name == "columns" or plan.keeps:
+        y = loss_of(LogProbabilities.apply(*inputs, target, plan, loss.options), target, loss) * factor
+        return y if each else y.sum(), ()
+    skipped = None if target.is_floating_point() else ~counted(target, loss)
+    of_chunk = loss_rows(target, weight, loss._replace(reduction="none"), stats)
+    work = Work(plan, of_chunk, skipped, records(head), sum_dtype=sum_dtype)
+    if each:
+        y, *found = LaterFactor.apply(*inputs, work)
+        return y * factor, found
+    y, _, *found = KnownFactor.apply(*inputs, factor, work)
+    return y, found
+
+
+def _traced_losses(
+    head: Head, weight: Tensor | None, loss: Loss, factor: Tensor, stats: bool, memory: int | None,
+    sum_dtype: torch.dtype,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """As `_losses`, by operators.
+
+    The gradient of a mean over many tokens is too small for float16, so there it waits for the factor of a scaler.
+    """
+    each, target = loss.reduction == "none", head.target
+    known = not each and head.input.dtype != torch.float16
+    if not known and not needs_whole_rows(loss, target, weight, stats):
+        y, found = loss_of(_traced_statistics(head, loss.options, memory), target, loss) * factor, ()
+        return y if each else y.sum(), found
+    loss = with_constants(loss) if torch.compiler.is_dynamo_compiling() else loss
+    scale, options = _scale_and_options(head, loss.options, memory)
+    numbers = loss.ignore_index, loss.smoothing, loss.z_loss, stats, sum_dtype
+    y, *found = _operators().linear_cross_entropy(
+        head.input, head.weight, head.bias, target, scale, weight, factor if known else None, *numbers, *options
+    )
+    y = y if known else y * factor
+    return y if known or each else y.sum(), found[:3]
+
+
+def _traced_statistics(head: Head, options: Any, memory: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(logprob, entropy, lse) by an operator, which keeps the logits where they take the usual memory."""
+    x, weight = head.input, head.weight
+    scale, given = _scale_and_options(head, options, memory)
+    keeps = memory is None and records(head) and len(x) * len(weight) * x.itemsize <= CHUNK_BYTES
+    found: Any = _operators().linear_token_logprobs(x, weight, head.bias, head.target, scale, *given, keeps)
+    return found[0], found[1], found[2]
+
+
+def _scale_and_options(head: Head, options: Any, memory: int | None) -> tuple[Tensor | None, tuple[Any, ...]]:
+    """The scale where it is a tensor, and the numbers that operators take (`OPTIONS`)."""
+    scale, softcap = (1.0, None) if options is None else (options.scale, options.softcap)
+    tensor = scale if isinstance(scale, Tensor) else None
+    numbers: tuple[Any, ...] = scale if tensor is None else 1.0, softcap
+    if torch.compiler.is_dynamo_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        # A symbol has no value, so a program is compiled for each number.
+        numbers = guard_scalar(numbers[0]), None if softcap is None else guard_scalar(softcap)
+    return tensor, (*numbers, memory, list(wanted_of(head)))
+
+
+def _operators() -> Any:
+    return getattr(torch.ops, NAMESPACE)
+
+
 def token_logprobs(
     tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any, sharing: Sharing | None = None
 ) -> TokenLogprobs:
@@ -87,15 +153,17 @@ def token_logprobs(
     name = "linear_token_logprobs"
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
     options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()
-    plan = plan_for(name, head, checked_memory(name, memory), sharing=sharing)
-    inputs = head.input, head.weight, head.bias
-    logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options, sharing)
+    memory = checked_memory(name, memory)
+    if sharing is None and is_traced(head.input):
+        logprob, entropy, lse = _traced_statistics(head._replace(target=of_target), options, memory)
+    else:
+        plan, inputs = plan_for(name, head, memory, sharing=sharing), (head.input, head.weight, head.bias)
+        logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options, sharing)
     if ignore_index is not None:
         logprob = logprob.masked_fill(equals(of_target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
 
 
-@torch.compiler.disable
 def token_loss(
     tensors: Tensors, loss: Callable[..., Any], per_token: tuple[Any, ...], numbers: tuple[Any, ...], memory: Any,
     sharing: Sharing | None = None, acc_dtype: Any = None,
@@ -117,9 +185,15 @@ def token_loss(
     whole: Callable[[Tensor], Tensor] = _itself if sharing is None else sharing.over_tokens
     count = whole(counts.sum()) if reduction == "mean" else None
     factor, divisor = with_divisor(counts, count, head.input.dtype)
-    sum_dtype = checked_acc_dtype(name, acc_dtype, head.input.dtype)
+    memory, sum_dtype = checked_memory(name, memory), checked_acc_dtype(name, acc_dtype, head.input.dtype)
+    if sharing is None and is_traced(head.input):
+        found = _traced_statistics(head._replace(target=of_target), options, memory)
+        # An ignored token has no gradient, whatever the loss makes of it.
+        y = loss(*[t.masked_fill(ignored, 0.0) for t in found], *beside)
+        y = divided((_checked_losses(name, y, counts).masked_fill(ignored, 0.0) * factor).sum(), divisor)
+        return y if count is None else y + torch.where(count == 0, torch.nan, 0.0)
     in_place = sum_dtype.itemsize < counts.itemsize
-    plan = plan_for(name, head, checked_memory(name, memory), sharing=sharing, in_place=in_place)
+    plan = plan_for(name, head, memory, sharing=sharing, in_place=in_place)
     own_target = of_target if sharing is None else sharing.local(of_target)
 
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
@@ -133,12 +207,7 @@ def token_loss(
         leaves = [t.detach().requires_grad_(dy is not None) for t in known]
         with torch.set_grad_enabled(dy is not None):
             y = loss(*leaves, *[t[part] for t in beside])
-        if not isinstance(y, Tensor) or y.shape != known.lse.shape:
-            got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            raise ValueError(
-                f"{name}(): loss must return one number for each token, {tuple(known.lse.shape)}, got {got}"
-            )
-        losses = y.detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
+        losses = _checked_losses(name, y, known.lse).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
         if dy is None:
             return (losses,), None
         found: Any = [None, None, None]
@@ -159,14 +228,28 @@ def token_loss(
     return total if count is None else total + torch.where(count == 0, torch.nan, 0.0)
 
 
+def _checked_losses(name: str, y: Any, like: Tensor) -> Tensor:
+    """The losses that the caller's function returns for some tokens."""
+    if not isinstance(y, Tensor) or y.shape != like.shape:
+        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        raise ValueError(f"{name}(): loss must return one number for each token, {tuple(like.shape)}, got {got}")
+    return y
+
+
 def _itself(t: Tensor) -> Tensor:
     return t
 
 
+def wanted_of(head: Head) -> tuple[bool, bool, bool]:
+    """True for each gradient that autograd records: of input, weight and bias."""
+    records, bias = torch.is_grad_enabled(), head.bias
+    of_bias = bias is not None and bias.requires_grad
+    return records and head.input.requires_grad, records and head.weight.requires_grad, records and of_bias
+
+
 def records(head: Head) -> bool:
     """True where autograd records the call."""
-    tensors = head.input, head.weight, head.bias
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return any(wanted_of(head))
 
 
 def plan_for(
@@ -175,11 +258,9 @@ def plan_for(
 ) -> LinearPlan:  # fmt: skip
     """The plan of a call; arguments as for `problem_of`."""
     x, weight = head.input, head.weight
-    tensors, records = (x, weight, head.bias), torch.is_grad_enabled()
-    wanted: Any = tuple([records and t is not None and t.requires_grad for t in tensors])
     classes = len(weight) if sharing is None else sharing.largest
     sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
-    return plan_of(problem_of(name, sizes, dtype, wanted, each, whole_rows, in_place), memory)
+    return plan_of(problem_of(name, sizes, dtype, wanted_of(head), each, whole_rows, in_place), memory)
 
 
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
@@ -216,12 +297,17 @@ def divided(y: Tensor, divisor: Tensor | None) -> Tensor:
     return y * divisor.reciprocal().where(divisor != 0, 0.0) + torch.where(divisor == 0, torch.nan, 0.0)
 
 
-def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, return_stats: bool) -> Any:
+def needs_whole_rows(loss: Loss, target: Tensor, weight: Tensor | None, stats: bool) -> bool:
+    """True where the loss of a token needs more than its log-probability and its lse."""
+    return target.is_floating_point() or bool(loss.smoothing) or weight is not None or stats
+
+
+def loss_rows(target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Rows:
     """The function of a chunk for cross-entropy: its outputs are the losses, and lse, entropy and the largest class."""
 
     def of_chunk(z: Tensor, part: slice, factor: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
         of_tokens = loss._replace(options=rows.of_part(loss.options, part))
-        return rows.losses(z, head.target[part], weight, of_tokens, factor, return_stats)
+        return rows.losses(z, target[part], weight, of_tokens, factor, stats)
 
     return of_chunk
 

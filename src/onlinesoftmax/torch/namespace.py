@@ -12,8 +12,8 @@ from typing import Any
 
 NAMESPACE = "onlinesoftmax"
 
-REGISTERS = "onlinesoftmax.torch.custom_op"
-"""The module that registers the operators when it is imported."""
+REGISTER = ("onlinesoftmax.torch.custom_op", "onlinesoftmax.linear.operators")
+"""The modules that register operators when they are imported."""
 
 
 def provide() -> None:
@@ -62,7 +62,8 @@ def _add_to(torch: Any) -> None:
 
         def __getattr__(self, name: str) -> Any:
             if not name.startswith("__"):
-                importlib.import_module(REGISTERS)
+                for module in REGISTER:
+                    importlib.import_module(module)
             return super().__getattr__(name)
 
     setattr(torch.ops, NAMESPACE, Operators(NAMESPACE))

@@ -1,0 +1,219 @@
+"""The head as custom operators of PyTorch: opaque to torch.compile, with fake implementations and gradients.
+
+    linear_token_logprobs            the statistics of each token, and all logits where they are kept
+    linear_token_logprobs_backward   gradients of input, weight and bias from those of the statistics
+    linear_cross_entropy             the losses; with a factor of each loss also the gradients of their sum
+
+Only traced calls use these operators: an eager call saves the host time of PyTorch's C++ dispatcher.  An operator makes
+its plan when it runs, so that a program does not depend on the number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ..core.call import Settings
+from ..core.options import ScoreOptions
+from ..core.task import ANY
+from ..torch.arguments import check_first_derivative
+from ..torch.formulas import accumulator_of
+from ..torch.gradients import is_traced
+from ..torch.loss_arguments import Loss, counted
+from ..torch.namespace import NAMESPACE
+from . import plans, run, tokens
+from .columns import LogProbabilities, Way, gradients_of, statistics_of
+from .plans import LinearPlan, plan_of, problem_of
+from .rows import Statistics
+
+Tensor = torch.Tensor
+
+Tensors = tuple[Tensor, ...]
+
+HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? scale"
+
+OPTIONS = "float number, float? softcap, SymInt? memory, bool[] wanted"
+"""A scale that is a number, the softcap, the bytes of buffers, and which gradients are wanted."""
+
+
+def _options(scale: Tensor | None, number: float, softcap: float | None) -> ScoreOptions | None:
+    options = ScoreOptions(number if scale is None else scale, softcap)
+    return None if options.plain else options
+
+
+def _plan(name: str, x: Tensor, weight: Tensor, memory: int | None, wanted: Sequence[bool], **how: bool) -> LinearPlan:
+    sizes, dtype = (len(x), x.shape[1], len(weight)), str(x.dtype).removeprefix("torch.")
+    return plan_of(problem_of(name, sizes, dtype, (wanted[0], wanted[1], wanted[2]), **how), memory)
+
+
+@contextmanager
+def _derivatives() -> Iterator[None]:
+    """Let autograd record, as it does outside of an operator."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded & torch._C._after_autograd_keyset):
+        yield
+
+
+def _given(tensors: Sequence[Tensor | None], x: Tensor) -> Tensors:
+    """The tensors, and an empty one for each that is None: an operator has a fixed number of results."""
+    return tuple([x.new_empty(0) if t is None else t for t in tensors])
+
+
+def _statistics(*arguments: Any) -> Tensors:
+    x, weight, bias, target, scale, number, softcap, memory, wanted, keeps = arguments
+    name, taken = "linear_token_logprobs", x.numel() and len(x) * len(weight) * x.itemsize
+    plan = _plan(name, x, weight, taken if keeps else memory, wanted)
+    way = Way(plan, _options(scale, number, softcap))
+    found, logits = statistics_of(way, (x, weight, bias), target)
+    return (*found, logits if keeps else x.new_empty(0, len(weight)))
+
+
+def _fake_statistics(x: Tensor, weight: Tensor, *arguments: Any) -> Tensors:
+    keeps = arguments[-1]
+    wide = accumulator_of(x.dtype, x.dtype)
+    found = [x.new_empty(x.shape[:1], dtype=wide) for _ in range(3)]
+    return (*found, x.new_empty(x.shape[0] if keeps else 0, weight.shape[0]))
+
+
+def _gradients_of_statistics(*arguments: Any) -> Tensors:
+    (x, weight, bias, target, scale), (*known, logits), dys = arguments[:5], arguments[5:9], arguments[9:12]
+    number, softcap, memory, wanted = arguments[12:]
+    kept = logits if logits.numel() else None
+    if kept is None:
+        plan = _plan("linear_token_logprobs", x, weight, memory, wanted)
+    else:
+        # An operator must not write to its operands, so chunks of the logits are copied.
+        chunk = max(plans.COLUMN_BYTES // (len(x) * x.itemsize), plans.FEWEST_COLUMNS)
+        plan = LinearPlan("columns", chunk, -(-len(weight) // chunk), 3, 0, True, "")
+    way, wanted = Way(plan, _options(scale, number, softcap)), tuple(wanted)
+    found = gradients_of(way, (x, weight, bias), target, Statistics(*known), dys, wanted, kept)
+    return _given(found, x)
+
+
+def _fake_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensors:
+    tensors = [t if one else None for t, one in zip((x, weight, bias), arguments[-1], strict=True)]
+    contiguous = torch.contiguous_format
+    return _given([t if t is None else torch.empty_like(t, memory_format=contiguous) for t in tensors], x)
+
+
+def _losses(*arguments: Any) -> Tensors:
+    x, weight, bias, target, scale, class_weight, factor, *numbers = arguments
+    ignore_index, smoothing, z_loss, stats, acc_dtype, number, softcap, memory, wanted = numbers
+    wide, options, soft = accumulator_of(x.dtype, x.dtype), _options(scale, number, softcap), target.is_floating_point()
+    loss = Loss(Settings(1, wide, False, ANY), ignore_index, "none", smoothing, z_loss, options)
+    whole_rows, in_place = run.needs_whole_rows(loss, target, class_weight, stats), acc_dtype.itemsize < wide.itemsize
+    plan = _plan("linear_cross_entropy", x, weight, memory, wanted, whole_rows=whole_rows, in_place=in_place)
+    with _derivatives(), torch.no_grad():
+        if plan.name == "columns":
+            assert factor is not None
+            total, found = _of_columns((x, weight, bias), target, plan, loss, factor, wanted)
+            return _given((total, None, None, None, *found), x)
+        skipped = None if soft else ~counted(target, loss)
+        work = tokens.Work(plan, run.loss_rows(target, class_weight, loss, stats), skipped, True, sum_dtype=acc_dtype)
+        given, wanted = factor if any(wanted) else None, tuple(wanted)
+        (losses, *more), of_sum = tokens.run(work, x, weight, bias, given, wanted)
+        gradients = [None if g is None else g.to(x.dtype) for g in of_sum]
+        result = losses if factor is None else (losses * factor).sum()
+        return _given((result, *(more or (None,) * 3), *gradients), x)
+
+
+def _of_columns(
+    inputs: tuple[Tensor, Tensor, Tensor | None], target: Tensor, plan: LinearPlan, loss: Loss, factor: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """The sum of factor · loss and its gradients, in chunks of columns."""
+    leaves = [t if t is None else t.detach().requires_grad_(one) for t, one in zip(inputs, wanted, strict=True)]
+    with torch.set_grad_enabled(any(wanted)):
+        found = LogProbabilities.apply(*leaves, target, plan, loss.options)
+        total = (run.loss_of(found, target, loss) * factor).sum()
+    needed = [leaf for leaf, one in zip(leaves, wanted, strict=True) if one and leaf is not None]
+    gradients = iter(torch.autograd.grad(total, needed) if needed else ())
+    return total.detach(), [next(gradients) if one else None for one in wanted]
+
+
+def _fake_losses(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensors:
+    factor, stats, wanted = arguments[3], arguments[7], arguments[-1]
+    wide, rows = accumulator_of(x.dtype, x.dtype), x.shape[:1]
+    result = x.new_empty(rows if factor is None else (), dtype=wide)
+    statistics = [x.new_empty(rows, dtype=dtype) if stats else None for dtype in (wide, wide, torch.int64)]
+    wanted = [one and factor is not None for one in wanted]
+    return (result, *_given(statistics, x), *_fake_gradients(x, weight, bias, wanted))
+
+
+def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *tensors, ctx.number, ctx.softcap, ctx.memory, _, _ = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.mark_non_differentiable(output[3])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_statistics(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
+    given = [dy for dy in dys[:3] if dy is not None]
+    found: Sequence[Tensor | None] = (None,) * 3
+    if given:
+        _check_first_derivative(given[0])
+        wanted = list(ctx.needs_input_grad[:3])
+        numbers = ctx.number, ctx.softcap, ctx.memory, wanted
+        gradients = _operators().linear_token_logprobs_backward(*ctx.saved_tensors, *dys[:3], *numbers)
+        found = [g if one else None for g, one in zip(gradients, wanted, strict=True)]
+    return (*found, *(None,) * 7)
+
+
+def _save_losses(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *tensors, factor = inputs[:7]
+    ctx.known, ctx.numbers = factor is not None, inputs[7:]
+    ctx.save_for_backward(*(output[4:] if ctx.known else tensors))
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _backward_of_losses(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    found: Sequence[Tensor | None] = (None,) * 3
+    if dy is not None:
+        _check_first_derivative(dy)
+        *numbers, wanted = ctx.numbers
+        if ctx.known:
+            found = [g * dy if one else None for g, one in zip(ctx.saved_tensors, wanted, strict=True)]
+        else:
+            wanted = list(ctx.needs_input_grad[:3])
+            gradients = _operators().linear_cross_entropy(*ctx.saved_tensors, dy, *numbers, wanted)[4:]
+            found = [g if one else None for g, one in zip(gradients, wanted, strict=True)]
+    return (*found, *(None,) * 13)
+
+
+def _check_first_derivative(dy: Tensor) -> None:
+    if not is_traced(dy):
+        check_first_derivative("the gradient of a head without logits")
+
+
+def _operators() -> Any:
+    return getattr(torch.ops, NAMESPACE)
+
+
+def _define(name: str, schema: str, kernel: Any, fake: Any, *gradient: Any) -> None:
+    operator = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=(), schema=schema)
+    operator.register_fake(fake)
+    if gradient:
+        backward, setup_context = gradient
+        operator.register_autograd(backward, setup_context=setup_context)
+
+
+_define(
+    "linear_token_logprobs", f"({HEAD}, {OPTIONS}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor)",
+    _statistics, _fake_statistics, _backward_of_statistics, _save_statistics,
+)  # fmt: skip
+_define(
+    "linear_token_logprobs_backward",
+    f"({HEAD}, Tensor logprob, Tensor entropy, Tensor lse, Tensor logits, Tensor? dlogprob, Tensor? dentropy, "
+    f"Tensor? dlse, {OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    _gradients_of_statistics, _fake_gradients,
+)  # fmt: skip
+_define(
+    "linear_cross_entropy",
+    f"({HEAD}, Tensor? class_weight, Tensor? factor, int ignore_index, float smoothing, float z_loss, bool stats, "
+    f"ScalarType acc_dtype, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _losses, _fake_losses, _backward_of_losses, _save_losses,
+)  # fmt: skip

@@ -1,0 +1,108 @@
+"""Heads in whole graphs of torch.compile, and their operators."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from heads import DEVICE, MEMORY, TOKENS, Tensor, clipped, head, same_with_gradients
+
+import onlinesoftmax as osm
+
+pytestmark = [
+    pytest.mark.usefixtures("small_chunks"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning", "ignore:The .grad attribute"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def losses(x: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """A call for each operator and plan."""
+    given: dict[str, Any] = {"linear_bias": b}
+    scale = torch.linspace(0.5, 2.0, 15, dtype=x.dtype, device=x.device).reshape(TOKENS)
+    old, advantage = scale - 1, 1 - scale
+    each = osm.linear_cross_entropy(x, w, target, reduction="none", label_smoothing=0.1, return_stats=True, **given)
+    found = osm.linear_token_logprobs(x, w, target.clamp(min=0), memory=MEMORY["columns"], softcap=3.0, **given)
+    return (
+        osm.linear_cross_entropy(x, w, target, token_weight=scale, scale=scale, **given),
+        osm.linear_cross_entropy(x, w, target, z_loss=0.1, reduction="sum", memory=MEMORY["columns"], **given),
+        osm.linear_cross_entropy(x, w, target, z_loss=0.1, reduction="none", scale=0.7, **given).sin().sum(),
+        (each[0] * each[1].entropy).sum(),
+        sum(found[1:], found.logprob).sum(),
+        osm.linear_token_loss(x, w, target, clipped, old, advantage, **given),
+    )
+
+
+def test_a_whole_graph() -> None:
+    x, w, b, target = head()
+    compiled = torch.compile(losses, backend="aot_eager", fullgraph=True)(x, w, b, target)
+    for ours, eager in zip(compiled, losses(x, w, b, target), strict=True):
+        same_with_gradients(ours, eager, [x, w, b])
+
+
+def test_eager_calls_do_not_import_the_compiler() -> None:
+    call = "osm.linear_cross_entropy(x, x, t).backward(); osm.linear_token_loss(x, x, t, lambda logprob, *_: logprob)"
+    made = "x, t = torch.eye(2, requires_grad=True), torch.tensor([0, 1])"
+    code = f"import sys, torch; import onlinesoftmax as osm; {made}; {call}; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_one_graph_for_any_number_of_tokens() -> None:
+    graphs: list[Any] = []
+
+    def keep(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(osm.linear_cross_entropy, backend=keep, fullgraph=True, dynamic=True)
+    _, w, b, _ = head()
+    for tokens in (5, 9, 31):
+        x = torch.randn(tokens, 7, dtype=torch.float64, device=DEVICE, requires_grad=True)
+        target = torch.arange(tokens, device=DEVICE) % 11
+        theirs = osm.linear_cross_entropy(x, w, target, linear_bias=b)
+        same_with_gradients(compiled(x, w, target, linear_bias=b), theirs, [x, w, b])
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("form", ["known", "each", "soft", "columns", "kept", "made again", "backward"])
+def test_opcheck(form: str) -> None:
+    """Schema, fake implementation, derivatives, and traces with shapes that are symbols."""
+    x, w, b, target = head(torch.float32)
+    x, target, wanted = x.detach().flatten(0, 1).requires_grad_(), target.flatten().clamp(min=0), [True, False, True]
+    scale, ones = torch.rand(15, 1, device=DEVICE) + 0.5, torch.ones(15, device=DEVICE)
+    ops, numbers, memory = torch.ops.onlinesoftmax, (-100, 0.0, 0.01), None if form != "columns" else 15 * 4 * 4 + 60
+    options = 1.0, 3.0, memory, wanted
+    if form == "soft":
+        target = torch.rand(15, 11, device=DEVICE).softmax(1)
+    if form == "backward":
+        known, tensors = (-ones, ones, ones), [t.detach() for t in (x, w, b)]
+        operator = ops.linear_token_logprobs_backward.default
+        arguments: Any = (
+            *tensors,
+            target,
+            scale,
+            *known,
+            torch.randn(15, 11, device=DEVICE),
+            ones,
+            None,
+            ones,
+            *options,
+        )
+    elif form in ("kept", "made again"):
+        operator = ops.linear_token_logprobs.default
+        arguments = (x, w.detach(), b, target, scale, *options, form == "kept")
+    else:
+        operator = ops.linear_cross_entropy.default
+        weight, factor = (ones[:11], None) if form == "each" else (None, ones)
+        arguments = (x, w.detach(), b, target, scale, weight, factor, *numbers, form == "soft", torch.float32, *options)
+    torch.library.opcheck(operator, arguments)
