@@ -4,22 +4,24 @@ Run `python examples/language_model.py`.  It needs onlinesoftmax with the extras
 matplotlib.  `--help` lists the options.  Nothing is downloaded: the weights of the model are random, the text comes
 with Python, and a token is a word.
 
-The same model is trained three times, from the same weights and on the same batches:
+The same model is trained four times, from the same weights and on the same batches:
 
 - PyTorch: the loss that transformers computes with `torch.nn.functional.cross_entropy`.
 - override(): the same code inside a block of `onlinesoftmax.override()`.
 - cross_entropy(): `onlinesoftmax.cross_entropy` on the logits of the model.  It needs neither the float32 copy of
   bfloat16 logits that transformers makes nor memory for the gradient, which overwrites the logits.
+- without-logits: `onlinesoftmax.linear_cross_entropy` on the last hidden states and the weight of the head.  It
+  makes the logits of some tokens at a time, and the gradients with them.
 
 The script prints the time, the tokens per second and the peak memory of each training, and plots the loss curves.
 Then it checks that the losses agree: it compares losses and gradients with exact ones at the same weights, and the
 curves with those of trainings that round differently.  The two checks are in language_model_parts/checks.py.  If one
 fails, the script exits with 1.
 
-On a CPU, onlinesoftmax calls PyTorch's own operations, so that the curves are equal and nothing is gained.  On a GPU,
-it runs its kernels.  There the vocabulary is as large as that of a present-day model, though few of its classes occur
-in the text.  The loss takes time and memory in proportion to the vocabulary: the logits of a batch take 4 GiB in
-bfloat16, and PyTorch keeps several copies in float32.  With less than 54 GiB of free memory, the batches are smaller.
+On a CPU, onlinesoftmax calls PyTorch's own operations, and nothing is gained.  On a GPU, it runs its kernels.  There
+the vocabulary is as large as that of a present-day model, though few of its classes occur in the text.  The loss takes
+time and memory in proportion to the vocabulary: the logits of a batch take 4 GiB in bfloat16, and PyTorch keeps several
+copies in float32.  With less than 54 GiB of free memory, the batches are smaller.
 """
 
 from __future__ import annotations
@@ -44,10 +46,12 @@ from language_model_parts.training import (
     Way,
     batches,
     corpus,
+    logits_of_batch,
     loss_of_batch,
     loss_of_transformers,
     make_model,
     our_loss,
+    our_loss_without_logits,
     train,
 )  # fmt: skip
 from matplotlib.figure import Figure
@@ -183,8 +187,9 @@ def errors_at(kept: dict[int, dict[str, Tensor]], ways: Sequence[Way], settings:
         model.load_state_dict(weights)
         batch = tokens[step], targets[step]
         exact = wide_gradients(model, ways[0].loss_of, *batch, wider)
+        plain = logits_of_batch(settings, model, batch[0])
         for way in ways:
-            here = errors(model, partial(loss_of_batch, way, settings), *batch, exact)
+            here = errors(model, partial(loss_of_batch, way, settings), *batch, exact, plain)
             found[way.name] = here.worse(found.get(way.name, here))
     return found
 
@@ -201,7 +206,8 @@ def same_errors(results: dict[str, Result], ways: Sequence[Way], settings: Setti
     allowed = theirs.allowed(settings.dtype)
     table = new_table("errors at the same weights", "loss", "gradient of the logits", "of the weights")
     for name, row in (*found.items(), ("allowed", allowed)):
-        table.add_row(name, *(f"{error:.1e}" for error in row))
+        of_logits = f"{row.logits:.1e}" if row.logits else "no logits"
+        table.add_row(name, f"{row.loss:.1e}", of_logits, f"{row.weights:.1e}")
     print(f"\nAt PyTorch's weights before the steps {', '.join(str(step + 1) for step in kept)}:\n")
     Console(highlight=False).print(table)
     return theirs.logits, all(row.within(allowed) for row in found.values())
@@ -279,6 +285,7 @@ def main(
         Way("PyTorch", loss_of_transformers),
         Way("override()", loss_of_transformers, mode),
         Way("cross_entropy()", our_loss),
+        Way("without-logits", our_loss_without_logits),
     )
     results = {}
     for way in ways:
@@ -287,7 +294,7 @@ def main(
     print_table(results, size)
     print(f"\noverride() reports:\n{mode.report()}")
     if on == "cpu":
-        print("All three trainings ran PyTorch's operations, as always on a CPU, where memory is not measured.")
+        print("All trainings ran PyTorch's operations, as always on a CPU, where memory is not measured.")
         print("The times differ by noise, and by the host time that override() adds to each call.")
         print("If other programs use the cores, OMP_NUM_THREADS=1 gives shorter and steadier times.")
 

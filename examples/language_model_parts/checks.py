@@ -37,7 +37,8 @@ class Errors(NamedTuple):
     Attributes:
         loss: Relative error of the loss, computed in float64 from the same logits.
         logits: Largest error of an element of the gradient with respect to the logits, relative to the sum of the sizes
-            of its terms: p of every class, and 1 of the target class.  The exact one is that of the same logits.
+            of its terms: p of every class, and 1 of the target class.  The exact one is that of the same logits.  0 for
+            a loss that makes no logits.
         weights: Distance of the gradient with respect to all weights from that of the model in the wider dtype,
             relative to the norm of the latter.
     """
@@ -60,9 +61,14 @@ class Errors(NamedTuple):
         return all(error <= limit for error, limit in zip(self, allowed, strict=True))
 
 
-def errors(model: nn.Module, loss_of: LossOf, tokens: Tensor, targets: Tensor, exact: list[Tensor]) -> Errors:
-    """The errors of one loss, whose gradient with respect to the weights should be `exact`; from `wide_gradients`."""
-    seen: dict[str, Tensor] = {}
+def errors(
+    model: nn.Module, loss_of: LossOf, tokens: Tensor, targets: Tensor, exact: list[Tensor], plain: Tensor
+) -> Errors:
+    """The errors of one loss, whose gradient with respect to the weights should be `exact`; from `wide_gradients`.
+
+    `plain` has the logits (batch, length, classes), for a loss that makes none.
+    """
+    seen: dict[str, Tensor] = {"logits": plain}
 
     def watch(_module: nn.Module, _inputs: Any, logits: Tensor) -> None:
         seen["logits"] = logits.detach().clone()  # the loss may overwrite the logits by their gradient
@@ -75,8 +81,9 @@ def errors(model: nn.Module, loss_of: LossOf, tokens: Tensor, targets: Tensor, e
     parameters = list(model.parameters())
     off = norm([weight.grad - right for weight, right in zip(parameters, exact, strict=True)]) / norm(exact)
     model.zero_grad()
-    right_loss, of_logits = at_logits(seen["logits"].flatten(0, 1), seen["gradient"].flatten(0, 1), targets.flatten())
-    return Errors(abs(float(loss.detach()) / right_loss - 1), of_logits, off)
+    logits, gradient = seen["logits"].flatten(0, 1), seen.get("gradient", plain).flatten(0, 1)
+    right_loss, of_logits = at_logits(logits, gradient, targets.flatten())
+    return Errors(abs(float(loss.detach()) / right_loss - 1), of_logits if "gradient" in seen else 0.0, off)
 
 
 def norm(tensors: list[Tensor]) -> float:

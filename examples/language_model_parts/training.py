@@ -76,6 +76,19 @@ def our_loss(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return osm.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten(), inplace_backward=True)
 
 
+def our_loss_without_logits(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Call our function on the last hidden states and the weight of the head, which makes some logits at a time."""
+    hidden = model.model(tokens).last_hidden_state
+    return osm.linear_cross_entropy(hidden, model.lm_head.weight, targets)
+
+
+def logits_of_batch(settings: Settings, model: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits of a batch, without a graph."""
+    autocast = torch.autocast(settings.device, settings.dtype, enabled=settings.dtype == torch.bfloat16)
+    with torch.no_grad(), autocast:
+        return model(tokens).logits
+
+
 class Result(NamedTuple):
     """Measurements of one training.
 
