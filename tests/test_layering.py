@@ -21,7 +21,7 @@ import onlinesoftmax
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("ops",),
-    ("planner", "files"),
+    ("planner", "files", "linear.plans"),
     ("kernels.cuda.strategy",),
     ("planner.strategies",),
     ("planner.plan",),
@@ -70,6 +70,8 @@ FRAMEWORKS: dict[str, set[str]] = {
     "overrides.table": {"torch"},
     "jax": {"jax"},
     "jax.functions": {"jax"},
+    "jax.linear": {"jax"},
+    "jax.linear.*": {"jax"},
     "jax.loss_run": {"jax"},
     "jax.exchange": {"jax"},
     "jax.array_types": {"jax"},

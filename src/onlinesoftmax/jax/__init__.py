@@ -11,8 +11,19 @@ from ..kernels.registry import LOADING, needing
 
 if TYPE_CHECKING:
     from .functions import TokenLogprobs, cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
+    from .linear import linear_cross_entropy, linear_token_logprobs, linear_token_loss
 
-__all__ = ["TokenLogprobs", "cross_entropy", "log_softmax", "logsumexp", "softmax", "token_logprobs"]
+__all__ = [
+    "TokenLogprobs",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "linear_token_logprobs",
+    "linear_token_loss",
+    "log_softmax",
+    "logsumexp",
+    "softmax",
+    "token_logprobs",
+]
 
 
 # A type checker would take every name for one that this function finds.
@@ -22,9 +33,9 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
         with needing("jax", "onlinesoftmax.jax"), LOADING:
-            from . import functions
+            from . import functions, linear
         # Python finds a global without this function.
-        globals()[name] = found = getattr(functions, name)
+        globals()[name] = found = getattr(linear if name in linear.__all__ else functions, name)
         return found
 
 

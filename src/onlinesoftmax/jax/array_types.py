@@ -30,9 +30,14 @@ def varying(t: Array) -> frozenset[str]:
     return found
 
 
+def checks_varying() -> bool:
+    """False inside `shard_map(..., check_vma=False)`."""
+    return _CHECKS_VARYING is None or bool(_CHECKS_VARYING.value)
+
+
 def vary(t: Array, names: frozenset[str]) -> Array:
     """The array with these axes added to its varying axes; unchanged if JAX does not check varying axes."""
-    if _CHECKS_VARYING is not None and not _CHECKS_VARYING.value:
+    if not checks_varying():
         # Older JAX: `pvary` would bind its primitive even without the check.  The transpose of `pvary` is a psum, which
         # would sum the gradient over the devices.
         return t

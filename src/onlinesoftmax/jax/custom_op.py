@@ -11,7 +11,7 @@ nothing is broadcast in memory, and a batch is one more axis.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -143,7 +143,7 @@ def _abstract(*avals: Any, names: tuple[str, ...], call: Signature) -> list[Any]
 
 
 class _OneByOne(threading.local):
-    """`wanted` is True while this thread runs the body of `_compiled`: to trace it, or without `jit` to find a NaN."""
+    """`wanted` is True while this thread runs the body of `compiled`: to trace it, or without `jit` to find a NaN."""
 
     wanted = False
 
@@ -151,26 +151,44 @@ class _OneByOne(threading.local):
 _one_by_one = _OneByOne()
 
 
-@partial(jax.jit, static_argnames=("names", "call"))
-def _compiled(*arrays: Array, names: tuple[str, ...], call: Signature) -> list[Array]:
-    before, _one_by_one.wanted = _one_by_one.wanted, True
-    try:
-        found: list[Array] = PRIMITIVES[call.name].bind(*arrays, names=names, call=call)
-        return found
-    finally:
-        _one_by_one.wanted = before
+def primitive(name: str, lowered: Callable[..., list[Array]], abstract: Callable[..., list[Any]]) -> Primitive:
+    """A primitive without derivatives and batches; its parameters are `names` and `call`, which are hashable.
 
-
-def _implementation(*arrays: Array, **params: Any) -> list[Array]:
-    """The primitive outside of `jit`, compiled by itself.
-
-    XLA's operations, or the kernel that the caller forces, run where JAX runs operations one by one: under
-    `jax.disable_jit`, and when `jax_debug_nans` looks for the operation that made a NaN.
+    Args:
+        name: Its name.
+        lowered: Function of a platform, the operands and the parameters that returns the results.
+        abstract: Function of the types of the operands and the parameters that returns the types of the results.
     """
-    # JAX has this setting in every version, but does not declare it.
-    if jax.config.jax_disable_jit or _one_by_one.wanted:  # type: ignore[attr-defined]
-        return _lowered("any", *arrays, **params)
-    return _compiled(*arrays, **params)
+    made = Primitive(f"onlinesoftmax_{name}")
+    made.multiple_results = True
+
+    @partial(jax.jit, static_argnames=("names", "call"))
+    def compiled(*arrays: Array, **params: Any) -> list[Array]:
+        before, _one_by_one.wanted = _one_by_one.wanted, True
+        try:
+            found: list[Array] = made.bind(*arrays, **params)
+            return found
+        finally:
+            _one_by_one.wanted = before
+
+    def implementation(*arrays: Array, **params: Any) -> list[Array]:
+        """The primitive outside of `jit`, compiled by itself.
+
+        XLA's operations, or the kernel that the caller forces, run where JAX runs operations one by one: under
+        `jax.disable_jit`, and when `jax_debug_nans` looks for the operation that made a NaN.
+        """
+        # JAX has this setting in every version, but does not declare it.
+        if jax.config.jax_disable_jit or _one_by_one.wanted:  # type: ignore[attr-defined]
+            return lowered("any", *arrays, **params)
+        return compiled(*arrays, **params)
+
+    made.def_impl(implementation)
+    made.def_abstract_eval(abstract)
+    partitioning.register(made)
+    for platform in (None, "cuda"):
+        lowering = mlir.lower_fun(partial(lowered, platform or "any"), multiple_results=True)
+        mlir.register_lowering(made, array_types.of_plain_arrays(lowering), platform=platform)
+    return made
 
 
 def _batch(
@@ -211,18 +229,11 @@ def _batch_of_devices(
 
 
 def _make(name: str) -> Primitive:
-    """The primitive of this name, without derivatives."""
-    primitive = Primitive(f"onlinesoftmax_{name}")
-    primitive.multiple_results = True
-    primitive.def_impl(_implementation)
-    primitive.def_abstract_eval(_abstract)
-    partitioning.register(primitive)
-    for platform in (None, "cuda"):
-        lowering = mlir.lower_fun(partial(_lowered, platform or "any"), multiple_results=True)
-        mlir.register_lowering(primitive, array_types.of_plain_arrays(lowering), platform=platform)
-    batching.primitive_batchers[primitive] = _batch
-    batching.fancy_primitive_batchers[primitive] = _batch_of_devices
-    return primitive
+    """The primitive of an operation, or of another formula in eager.py."""
+    made = primitive(name, _lowered, _abstract)
+    batching.primitive_batchers[made] = _batch
+    batching.fancy_primitive_batchers[made] = _batch_of_devices
+    return made
 
 
 PRIMITIVES: dict[str, Primitive] = {name: _make(name) for name in FORMULAS}

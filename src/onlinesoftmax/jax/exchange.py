@@ -7,7 +7,7 @@ the axes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -103,7 +103,15 @@ def merged(local: RowStates, names: Names) -> RowStates:
     present = [field for field, t in zip(RowStates._fields, local, strict=True) if t is not None]
     # One array travels, so that there is one collective.
     packed = jnp.stack([t for t in local if t is not None])
-    parts = dict(zip(present, jnp.moveaxis(_gathered(packed, names), 1, 0), strict=True))
+    return joined(dict(zip(present, jnp.moveaxis(gathered(packed, names), 1, 0), strict=True)))
+
+
+def joined(parts: Mapping[str, Array]) -> RowStates:
+    """The states of whole rows, from those of parts of their columns, which lie along the first axis of each field.
+
+    Args:
+        parts: The fields of `RowStates` that are not None, by name; with "mean", all parts have equally many columns.
+    """
     m, l = jnp.max(parts["m"], axis=0), parts["l"]
     lower = parts["m"] - m
     factor = jnp.exp(lower)
@@ -118,7 +126,7 @@ def merged(local: RowStates, names: Names) -> RowStates:
     return RowStates(**found)
 
 
-def _gathered(t: Array, names: Names) -> Array:
+def gathered(t: Array, names: Names) -> Array:
     """The arrays of all devices, stacked along a new first axis."""
     gather: Callable[..., Array] = jax.lax.all_gather
     if array_types.varying(t).issuperset(names):

@@ -50,7 +50,7 @@ def by_rows(function: Callable[..., Any], result: Any, has_row: Sequence[bool], 
 
     def partition(mesh: Any, arguments: Any, given: Any) -> Any:
         mesh, shared = arguments[0].sharding.mesh, _along(arguments[0].shape, arguments[0].sharding)
-        names = _names(shared[-1])
+        names = names_in(shared[-1])
         shardings = [
             NamedSharding(mesh, PartitionSpec(*_of_axes(t.shape, shape, along_row, shared, [None] * len(t.shape))))
             for t, along_row in zip((*arguments, *jax.tree.leaves(given)), has_row, strict=True)
@@ -72,6 +72,50 @@ def by_rows(function: Callable[..., Any], result: Any, has_row: Sequence[bool], 
     return partitioned(*operands)
 
 
+def by_factors(
+    function: Callable[..., Any], results: Sequence[Any], factors: Sequence[Sequence[str | None]], *operands: Array
+) -> Any:
+    """Apply a function on the devices that hold parts of the arrays along named factors.
+
+    Args:
+        function: Function of a mapping from each factor to the names of the mesh axes that divide it, and of the
+            arrays, or of the parts of them that one device holds.
+        results: Shapes and dtypes of the results for whole arrays.
+        factors: The factor of each axis of the operands and the results; None for an axis that is whole on every
+            device.  The first operand that has a factor says how it is divided.  A mesh axis that divides two factors
+            divides the first one, and the arrays of the second are gathered along it.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual or not getattr(jax.config, "jax_use_shardy_partitioner", False) or _LOWERED_WITH_DEVICES is None:
+        return function({}, *operands)
+
+    def partition(mesh: Any, arguments: Any, given: Any) -> Any:
+        mesh = arguments[0].sharding.mesh
+        divided: dict[str | None, tuple[str, ...]] = {}
+        for t, of_axes in zip(arguments, factors, strict=False):
+            for factor, size, part in zip(of_axes, t.shape, _spec(t.shape, t.sharding), strict=True):
+                if factor is not None and factor not in divided:
+                    taken = {name for names in divided.values() for name in names}
+                    names = tuple(name for name in names_in(part) if name not in taken)
+                    is_even = size % math.prod(mesh.shape[name] for name in names) == 0
+                    divided[factor] = names if is_even else ()
+        every = [
+            NamedSharding(mesh, PartitionSpec(*(divided.get(factor) or None for factor in of_axes)))
+            for of_axes in factors
+        ]
+        return mesh, partial(function, divided), every[len(arguments) :], tuple(every[: len(arguments)])
+
+    partitioned = custom_partitioning(partial(function, {}))
+    sides = [
+        [factor or f"own{i}_{axis}" for axis, factor in enumerate(of_axes)] for i, of_axes in enumerate(factors)
+    ]  # fmt: skip
+    read, written = (", ".join(map(" ".join, some)) for some in (sides[: len(operands)], sides[len(operands) :]))
+    # In the order of the sides, which Shardy asks for.
+    own = tuple(name for side in sides for name in side if name.startswith("own"))
+    partitioned.def_partition(partition, sharding_rule=f"{read} -> {written}", need_replication_factors=own)
+    return partitioned(*operands)
+
+
 def _of_axes(
     shape: tuple[int, ...], of_x: tuple[int, ...], has_row: bool, shared: Sequence[Any], own: Sequence[Any]
 ) -> list[Any]:
@@ -82,12 +126,17 @@ def _of_axes(
 
 def _along(shape: tuple[int, ...], sharding: Any) -> list[Any]:
     """The mesh axes along which each axis of x is sharded; None for a row that is not cut into equal parts."""
-    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
-    devices = math.prod(sharding.mesh.shape[name] for name in _names(spec[-1]))
+    spec = _spec(shape, sharding)
+    devices = math.prod(sharding.mesh.shape[name] for name in names_in(spec[-1]))
     return spec if shape[-1] % devices == 0 else [*spec[:-1], None]
 
 
-def _names(part: Any) -> tuple[str, ...]:
+def _spec(shape: tuple[int, ...], sharding: Any) -> list[Any]:
+    """An item of a PartitionSpec for each axis of an array."""
+    return [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+
+
+def names_in(part: Any) -> tuple[str, ...]:
     """The names of the mesh axes in one item of a PartitionSpec."""
     if part is None:
         return ()

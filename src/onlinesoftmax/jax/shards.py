@@ -38,7 +38,7 @@ def run_shards(run: Run, names: Names, call: Signature, operands: Mapping[str, A
     if call.writes_gradient:
         return in_two_passes(partial(run_shards, run, names), call, operands)
     if not operation.backward:
-        whole = merged(_states(run, names, call, operands), names)
+        whole = merged(states(run, call, localized(names, call, operands)[1]), names)
         if operation.per_row:
             return results_of(call, whole, operands.get("target"), operands["x"].shape[-1] * devices(names))
         return OF_ELEMENTS[call.name](run, call, operands, whole)
@@ -94,8 +94,8 @@ def in_two_passes(run: Run, call: Signature, operands: Mapping[str, Array]) -> V
     return {name: y if name == "y" else results[name] for name in call.outputs}
 
 
-def _states(run: Run, names: Names, call: Signature, operands: Mapping[str, Array]) -> RowStates:
-    """The states of the local columns."""
+def states(run: Run, call: Signature, operands: Mapping[str, Array]) -> RowStates:
+    """The states of some columns of each row; the target of a row is one of them, or out of range."""
     rest = {name: operands[name] for name in ("x", *call.options.arrays)}
 
     def column(index: Array) -> Array:
@@ -103,7 +103,7 @@ def _states(run: Run, names: Names, call: Signature, operands: Mapping[str, Arra
 
     z_target = mean = zl = None
     if "target" in operands:
-        target = local_target(operands["target"], operands["x"].shape[-1], names)
+        target = operands["target"]
         is_local = (target >= 0) & (target < operands["x"].shape[-1])
         z_target = jnp.where(is_local, column(jnp.where(is_local, target, 0)), 0)
     if call.number("smoothing"):

@@ -1,0 +1,174 @@
+"""The checks of the arguments of a head; errors name the function and the argument."""
+
+from __future__ import annotations
+
+import operator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.arrays import Array, array_kind
+from ...core.options import ScoreOptions, check_softcap, is_number
+from .. import array_types
+from ..exchange import checked_names, devices, signed
+from ..prepare import check_no_list
+from ..signature import Names
+
+DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Head(NamedTuple):
+    """The arrays of a head.
+
+    Attributes:
+        x: Input, with any number of axes of tokens, and hidden.
+        weight: (classes, hidden).
+        bias: (classes,), or None.
+        target: Target of each token as a signed integer; or a probability of each class.
+        names: Axes of `shard_map` along which the classes are sharded.
+    """
+
+    x: Array
+    weight: Array
+    bias: Array | None
+    target: Array
+    names: Names
+
+    @property
+    def soft(self) -> bool:
+        """True where the target has class probabilities."""
+        return bool(jnp.issubdtype(self.target.dtype, jnp.floating))
+
+    @property
+    def classes(self) -> int:
+        """Number of classes on all devices."""
+        return self.weight.shape[0] * (devices(self.names) if self.names else 1)
+
+    @property
+    def column(self) -> Array:
+        """The class of each token in 32 bits, and -1 where it is none."""
+        return jnp.where((self.target >= 0) & (self.target < self.classes), self.target, -1).astype(jnp.int32)
+
+
+def checked_head(name: str, arrays: tuple[Any, ...], soft: bool, axis_name: Any) -> Head:
+    """The arrays of a head.
+
+    Args:
+        name: Name of the public function, for errors.
+        arrays: Its arguments input, linear_weight, target and linear_bias.
+        soft: True where the target may hold class probabilities.
+        axis_name: Its argument of this name.
+    """
+    names = checked_names(name, axis_name)
+    labels = "input", "linear_weight", "target"
+    x, weight, target = (_array(name, argument, t) for argument, t in zip(labels, arrays[:3], strict=True))
+    bias = None if arrays[3] is None else _array(name, "linear_bias", arrays[3])
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"{name}: input must be one of {', '.join(DTYPES)}, got {x.dtype}")
+    hidden = x.shape[-1] if x.ndim else "hidden"
+    if not x.ndim or weight.ndim != 2 or weight.shape[1] != hidden:
+        raise ValueError(
+            f"{name}: linear_weight must have shape (classes, {hidden}), the last dimension being that of input, got "
+            f"{weight.shape} for input {x.shape}"
+        )
+    if 0 in weight.shape:
+        raise ValueError(f"{name}: linear_weight has no elements, its shape is {weight.shape}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"{name}: linear_bias must have shape {weight.shape[:1]}, got {bias.shape}")
+    for argument, t in (("linear_weight", weight), ("linear_bias", bias)):
+        if t is not None and t.dtype != x.dtype:
+            raise TypeError(f"{name}: {argument} has the dtype {t.dtype}, and input {x.dtype}: cast one of them")
+    probabilities = soft and jnp.issubdtype(target.dtype, jnp.floating)
+    if not probabilities and not jnp.issubdtype(target.dtype, jnp.integer):
+        raise TypeError(f"{name}: target must have an integer dtype, got {target.dtype}")
+    wanted = (*x.shape[:-1], weight.shape[0]) if probabilities else x.shape[:-1]
+    if target.shape != wanted:
+        raise ValueError(f"{name}: target has shape {target.shape}, and must have {wanted}")
+    target = constant(f"{name}: target", target) if probabilities else signed(target)
+    # JAX adds the gradients up over the axes along which an array does not vary.
+    every = frozenset(names).union(*(array_types.varying(t) for t in (x, weight, target)))
+    x, weight = (array_types.vary(t, every) for t in (x, weight))
+    return Head(x, weight, None if bias is None else array_types.vary(bias, every), target, names)
+
+
+def _array(name: str, argument: str, value: Any) -> Array:
+    check_no_list(name, argument, value)
+    if array_kind(value) == "torch":
+        raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
+    return jnp.asarray(value)
+
+
+def checked_options(name: str, scale: Any, softcap: Any) -> ScoreOptions:
+    """The score options, which are numbers."""
+    if not is_number(scale):
+        raise TypeError(f"{name}: scale must be a number, not {type(scale).__name__}")
+    check_softcap(name, softcap)
+    return ScoreOptions(float(scale), None if softcap is None else float(softcap))
+
+
+def checked_integer(name: str, argument: str, value: Any) -> int:
+    """An argument that is an integer."""
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
+    return operator.index(value)
+
+
+def checked_memory(name: str, memory: Any) -> int | None:
+    """The bytes that buffers may take; None for the usual ones."""
+    if memory is None:
+        return None
+    found = checked_integer(name, "memory", memory)
+    if found <= 0:
+        raise ValueError(f"{name}: memory must be a positive number of bytes, got {memory}")
+    return found
+
+
+def checked_numbers(name: str, smoothing: Any, z_loss: Any) -> tuple[tuple[str, float], ...]:
+    """Label smoothing and z_loss, where they are not 0."""
+    for argument, value in (("label_smoothing", smoothing), ("z_loss", z_loss)):
+        if not is_number(value):
+            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__}")
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"{name}: label_smoothing must be between 0 and 1, got {smoothing}")
+    return tuple((one, float(value)) for one, value in (("smoothing", smoothing), ("z_loss", z_loss)) if value)
+
+
+def checked_reduction(name: str, reduction: Any, *kinds: str) -> str:
+    """The reduction, one of some names."""
+    if not isinstance(reduction, str) or reduction not in kinds:
+        raise ValueError(
+            f"{name}: reduction must be {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}, got {reduction!r}"
+        )
+    return reduction
+
+
+def checked_constant(name: str, argument: str, value: Any, shape: tuple[int, ...]) -> Array:
+    """An array of real numbers of a shape, without a gradient."""
+    t = _array(name, argument, value)
+    if jnp.issubdtype(t.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: {argument} must hold real numbers, got {t.dtype}")
+    if t.shape != shape:
+        raise ValueError(f"{name}: {argument} has shape {t.shape}, and must have {shape}")
+    return constant(f"{name}: {argument}", t)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def constant(what: str, t: Array) -> Array:
+    """The array itself; an error where JAX differentiates with respect to it."""
+    return t
+
+
+def _constant_forward(what: str, t: Any) -> Any:
+    if t.perturbed:
+        raise TypeError(f"{what} has a gradient, which is not computed: pass jax.lax.stop_gradient of it")
+    return t.value, None
+
+
+def _constant_backward(what: str, *_: Any) -> tuple[None]:
+    return (None,)
+
+
+constant.defvjp(_constant_forward, _constant_backward, symbolic_zeros=True)

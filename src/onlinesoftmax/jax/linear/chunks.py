@@ -1,0 +1,61 @@
+"""The products of a chunk, and the loop over the chunks, whose results are added up, merged, or placed side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core.arrays import Array
+from ..signature import Values
+
+
+def product(a: Array, b: Array, axes: tuple[int, int], dtype: Any) -> Array:
+    """The product of two matrices along an axis of each, in a dtype that its sums have too."""
+    return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=dtype)
+
+
+def logits_of(x: Array, weight: Array, bias: Array | None) -> Array:
+    """The logits x · weightᵀ + bias in the dtype of x."""
+    z = product(x, weight, (1, 1), x.dtype)
+    return z if bias is None else z + bias
+
+
+def in_chunks(
+    size: int, chunk: int, of_chunk: Callable[[Any, int], Values], sums: tuple[str, ...],
+    merge: Callable[[Values, Values], Values] | None = None,
+) -> Values:  # fmt: skip
+    """The results of all chunks along one axis.
+
+    Args:
+        size: Size of the axis.
+        chunk: Size of a chunk.  The first one is smaller if need be, so that the others are one loop.
+        of_chunk: Function of the beginning and the size of a chunk.
+        sums: Names of the results that are added up.  The others are slices along their first axis.
+        merge: Function of the results of two chunks that gives those of both, in place of the above.
+    """
+    # A size of jax.export may be a symbol.
+    loops = 0 if size == chunk else -(-size // chunk) - 1
+    before = size - loops * chunk
+    found = of_chunk(0, before)
+    if not loops:
+        return found
+
+    def with_chunk(i: Any, whole: Values) -> Values:
+        first = before + i * chunk
+        found = of_chunk(first, chunk)
+        if merge is not None:
+            return merge(whole, found)
+        return {
+            name: whole[name] + t if name in sums else jax.lax.dynamic_update_slice_in_dim(whole[name], t, first, 0)
+            for name, t in found.items()
+        }
+
+    if merge is None:
+        room = [(0, size - before)]
+        found = {
+            name: t if name in sums else jnp.pad(t, [*room, *[(0, 0)] * (t.ndim - 1)]) for name, t in found.items()
+        }
+    return jax.lax.fori_loop(0, loops, with_chunk, found)

@@ -1,0 +1,224 @@
+"""The ways of the calls of jax/linear/__init__.py; their arguments are those of the public functions, not checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core.arrays import Array, accumulator
+from ...core.call import LossStatistics
+from .. import array_types
+from ..exchange import local_target
+from ..loss_run import TokenLogprobs
+from ..signature import Values
+from . import rows
+from .arguments import (
+    Head,
+    checked_constant,
+    checked_head,
+    checked_integer,
+    checked_memory,
+    checked_numbers,
+    checked_options,
+    checked_reduction,
+    constant,
+)
+from .call import HeadCall, takes_columns
+from .gradients import Inputs, known_factor, later_factor, log_probabilities
+
+Arrays = tuple[Any, Any, Any, Any]
+"""The arguments input, linear_weight, target and linear_bias."""
+
+
+def cross_entropy(
+    arrays: Arrays, options: tuple[Any, ...], numbers: tuple[Any, ...], weights: tuple[Any, Any], dtype: Any,
+    return_stats: bool, how: tuple[Any, Any],
+) -> Any:  # fmt: skip
+    """As `linear_cross_entropy`.
+
+    Args:
+        arrays: input, linear_weight, target, linear_bias.
+        options: scale, softcap.
+        numbers: reduction, ignore_index, label_smoothing, z_loss.
+        weights: weight, token_weight.
+        dtype, return_stats: As for the public function.
+        how: memory, axis_name.
+    """
+    name, (reduction, ignore_index, smoothing, z_loss) = "linear_cross_entropy", numbers
+    head = checked_head(name, arrays, True, how[1])
+    reduction = checked_reduction(name, reduction, "none", "mean", "sum")
+    call = _call(name, head, options, how[0], checked_numbers(name, smoothing, z_loss))
+    counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
+    class_weight, token_weight = weights
+    if class_weight is not None:
+        class_weight = checked_constant(name, "weight", class_weight, head.weight.shape[:1])
+        class_weight = class_weight.astype(accumulator(head.x))
+    if token_weight is not None:
+        token_weight = checked_constant(name, "token_weight", token_weight, head.x.shape[:-1])
+    if not isinstance(return_stats, bool):
+        raise TypeError(f"{name}: return_stats must be a bool, not {type(return_stats).__name__}")
+    dtype = head.x.dtype if dtype is None else jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name}: dtype must be floating point, got {dtype}")
+
+    divisor, class_weight = _divisor(head, counts, class_weight, call) if reduction == "mean" else (None, class_weight)
+    rest = {"q": head.target} if head.soft else {"target": head.column}
+    rest |= {} if class_weight is None else {"class_weight": class_weight}
+    factor = _factor(head, counts, token_weight)
+    whole_rows = head.soft or bool(call.number("smoothing")) or class_weight is not None or return_stats
+    found: Values = {}
+    if not whole_rows and takes_columns(call, {"x": head.x, "weight": head.weight}, reduction == "none"):
+        y = _loss_of(log_probabilities(call, _inputs(head), head.column), counts, call.number("z_loss"))
+        y = y * factor if reduction == "none" else jnp.sum(y * factor)
+        y = _divided(y, divisor)
+    else:
+        call = call._replace(kind="losses", outputs=("loss", *(rows.STATISTICS if return_stats else ())))
+        if reduction == "none":
+            found = later_factor(call, _inputs(head), rest)
+            y = jnp.where(factor == 0, 0, found["loss"] * factor)
+        else:
+            y, found = _total(call, head, factor, divisor, rest)
+    y = y.astype(dtype)
+    return (y, _statistics(head, counts, call.number("z_loss"), found)) if return_stats else y
+
+
+def token_logprobs(arrays: Arrays, ignore_index: Any, options: tuple[Any, ...], how: tuple[Any, Any]) -> TokenLogprobs:
+    """As `linear_token_logprobs`; the tuples are those of `cross_entropy`."""
+    name = "linear_token_logprobs"
+    head = checked_head(name, arrays, False, how[1])
+    call = _call(name, head, options, how[0])
+    logprob, entropy, lse = log_probabilities(call, _inputs(head), head.column)
+    if ignore_index is not None:
+        logprob = jnp.where(_counted(head, checked_integer(name, "ignore_index", ignore_index)), logprob, 0)
+    return TokenLogprobs(logprob, entropy, lse)
+
+
+def token_loss(
+    arrays: Arrays, loss: Callable[..., Any], per_token: tuple[Any, ...], numbers: tuple[Any, Any],
+    options: tuple[Any, ...], how: tuple[Any, Any],
+) -> Array:  # fmt: skip
+    """As `linear_token_loss`; `numbers` has reduction and ignore_index; the other tuples are as for `cross_entropy`."""
+    name, (reduction, ignore_index) = "linear_token_loss", numbers
+    head = checked_head(name, arrays, False, how[1])
+    if not callable(loss):
+        raise TypeError(f"{name}: loss must be a function, not {type(loss).__name__}")
+    reduction = checked_reduction(name, reduction, "mean", "sum")
+    call = _call(name, head, options, how[0])
+    counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
+    shape, wide = head.x.shape[:-1], accumulator(head.x)
+    beside = {
+        f"per_token{i}": checked_constant(name, f"per_token[{i}]", t, shape) for i, t in enumerate(per_token)
+    }  # fmt: skip
+    every = frozenset().union(*(array_types.varying(t) for t in (head.x, *beside.values()))) - set(head.names)
+    of_token = [jnp.zeros((), dtype) for dtype in (*[wide] * 3, *(t.dtype for t in beside.values()))]
+    traced, result = jax.make_jaxpr(loss, return_shape=True)(*[array_types.vary(t, every) for t in of_token])
+    if not isinstance(result, jax.ShapeDtypeStruct) or result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
+        raise ValueError(f"{name}: loss must return one floating-point number for each token, got {result}")
+    constants = {f"constant{i}": _closed_over(name, t) for i, t in enumerate(traced.consts)}
+    divisor = _divisor(head, counts, None, call)[0] if reduction == "mean" else None
+    call = call._replace(kind="losses", outputs=("loss",), loss=traced.jaxpr)
+    rest = {"target": head.column, **beside, **constants}
+    return _total(call, head, _factor(head, counts, None), divisor, rest)[0]
+
+
+def _call(name: str, head: Head, options: tuple[Any, ...], memory: Any, numbers: Any = ()) -> HeadCall:
+    """A call of statistics."""
+    summed = () if array_types.checks_varying() else head.names
+    return HeadCall(
+        "statistics", ("y", "m", "l", "entropy"), checked_options(name, *options), numbers,
+        checked_memory(name, memory), head.names, summed, dtype=head.x.dtype.name,
+    )  # fmt: skip
+
+
+def _inputs(head: Head) -> Inputs:
+    return head.x, head.weight, head.bias
+
+
+def _closed_over(name: str, t: Any) -> Array:
+    """An array that a loss uses and that is none of its arguments."""
+    t = jnp.asarray(t)
+    return constant(f"{name}: an array outside of loss", t) if jnp.issubdtype(t.dtype, jnp.floating) else t
+
+
+def _counted(head: Head, ignore_index: int) -> Array:
+    """True for the tokens that count."""
+    target = head.target
+    if head.soft or not jnp.iinfo(target.dtype).min <= ignore_index <= jnp.iinfo(target.dtype).max:
+        return jnp.ones(head.x.shape[:-1], bool)
+    return target != ignore_index
+
+
+def _divisor(head: Head, counts: Array, weight: Array | None, call: HeadCall) -> tuple[Array, Array | None]:
+    """The divisor of a mean, and the weights of the classes.
+
+    With z_loss, the weights are scaled so that the divisor is the number of tokens: the mean of the weighted losses
+    stays the same, and the mean of z_loss * lse² is that of these tokens.
+    """
+    wide = accumulator(head.x)
+    if head.soft:
+        return jnp.asarray(math.prod(head.x.shape[:-1]), wide), weight
+    number = jnp.sum(counts, dtype=jnp.int32).astype(wide)
+    if weight is None:
+        return number, None
+    column, cols = head.column, len(weight)
+    local = local_target(column, cols, head.names) if head.names else column
+    of_token = jnp.where(counts & (local >= 0) & (local < cols), weight[jnp.clip(local, 0, cols - 1)], 0)
+    total = jnp.sum(jax.lax.psum(of_token, head.names) if head.names else of_token)
+    if not call.number("z_loss"):
+        return total, weight
+    # If no token counts, the factor would be 0 / 0, and make gradients NaN that are 0.
+    return number, weight * jnp.where(number > 0, number / total, 1)
+
+
+def _factor(head: Head, counts: Array, token_weight: Array | None) -> Array:
+    """The factor of the loss of each token, 0 for one that counts for nothing."""
+    wide = accumulator(head.x)
+    return jnp.where(counts, jnp.ones((), wide) if token_weight is None else token_weight.astype(wide), 0)
+
+
+def _total(call: HeadCall, head: Head, factor: Array, divisor: Array | None, rest: Values) -> tuple[Array, Values]:
+    """The sum of the losses, divided, and the results of each token."""
+    # The gradient of a mean is too small for float16; the factor of a scaled loss is multiplied with the divisor
+    # before it reaches a float16 array, if the divisor comes after the sum.
+    late = head.x.dtype == jnp.float16
+    if divisor is not None and not late:
+        factor = factor * _reciprocal(divisor)
+    total, found = known_factor(call, _inputs(head), {**rest, "factor": factor})
+    if divisor is None:
+        return total, found
+    return _divided(total, divisor) if late else total + _nan_of_none(divisor), found
+
+
+def _reciprocal(divisor: Array) -> Array:
+    return jnp.where(divisor == 0, 0, 1 / jnp.where(divisor == 0, 1, divisor))
+
+
+def _nan_of_none(divisor: Array) -> Array:
+    """The mean of no tokens, which is NaN and has no gradient; 0 where there are some."""
+    return jnp.where(divisor == 0, jnp.nan, jnp.zeros_like(divisor))
+
+
+def _divided(y: Array, divisor: Array | None) -> Array:
+    return y if divisor is None else y * _reciprocal(divisor) + _nan_of_none(divisor)
+
+
+def _loss_of(found: tuple[Array, Array, Array], counts: Array, z_loss: float) -> Array:
+    """The loss of each token from its log-probability and its lse."""
+    logprob, _, lse = found
+    y = -jnp.where(counts, logprob, 0)
+    if z_loss:
+        # An ignored token may hold NaN, and the derivative of its square would be 0 · NaN.
+        y = y + z_loss * jnp.where(counts & (logprob == logprob), lse, 0) ** 2
+    return y
+
+
+def _statistics(head: Head, counts: Array, z_loss: float, found: Values) -> LossStatistics:
+    """The statistics of each token that the caller of a loss gets, without derivatives."""
+    lse, entropy, largest = (jax.lax.stop_gradient(found[name]) for name in rows.STATISTICS)
+    classes = rows.largest(head.target, head.names) if head.soft else head.target
+    penalty = jnp.where(counts, z_loss * lse * lse, 0) if z_loss else jnp.zeros_like(lse)
+    return LossStatistics(lse, penalty, entropy, largest, (largest == classes) & counts)

@@ -1,0 +1,279 @@
+"""The head of a language model and its loss in one, beside the same formulas on all logits in float64."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("jaxlib", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax_heads import CLASSES, IN_FLOAT32, MEMORY, TOKENS, assert_same, expected, head, ours_of, scores, with_gradients
+
+import fast_xla
+import onlinesoftmax.jax as osj
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.jax.linear import rows
+from onlinesoftmax.linear import plans
+
+pytestmark = pytest.mark.usefixtures("small_chunks")
+
+
+@pytest.fixture
+def _float64() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "z_loss": {"z_loss": 0.01, "scale": 0.7},
+    "smoothing": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "scale": -1.3},
+    "weight": {"weight": np.arange(1.0, 12.0), "token_weight": np.arange(15.0).reshape(TOKENS)},
+    "everything": {
+        "label_smoothing": 0.2, "z_loss": 0.02, "softcap": 4.0, "weight": np.arange(1.0, 12.0) / 11,
+        "token_weight": np.arange(15.0).reshape(TOKENS),
+    },
+}  # fmt: skip
+
+
+CASES = [
+    ("stored", "mean", "plain"), ("stored", "mean", "smoothing"), ("stored", "none", "plain"),
+    ("stored", "none", "everything"), ("tokens", "mean", "z_loss"), ("tokens", "mean", "weight"),
+    ("tokens", "mean", "probabilities"), ("tokens", "sum", "everything"), ("tokens", "none", "smoothing"),
+    ("columns", "mean", "plain"), ("columns", "none", "z_loss"),
+]  # fmt: skip
+"""A plan, a reduction and options."""
+
+
+@pytest.mark.usefixtures("_float64")
+def test_cross_entropy() -> None:
+    a = head()
+    soft = {**a, "target": jax.nn.softmax(jnp.asarray(np.random.default_rng(1).normal(size=(*TOKENS, CLASSES))))}
+    soft["target"] = soft["target"].at[..., CLASSES // 2].set(0)
+    # A softcap gives a class of -inf a finite score, and smoothing gives it an infinite loss.
+    bare = {**a, "b": jnp.zeros(CLASSES)}
+
+    def every(function: Any, has_memory: bool) -> Any:
+        found = {}
+        for plan, reduction, name in CASES:
+            more = {"memory": MEMORY[plan]} if has_memory else {}
+            one = partial(function, reduction=reduction, **OPTIONS.get(name, {"z_loss": 0.1}), **more)
+            given = soft if name == "probabilities" else a if name in ("plain", "z_loss", "weight") else bare
+            found[plan, reduction, name] = with_gradients(one, given)
+        return found
+
+    ours, theirs = (jax.jit(partial(every, *how)) for how in ((ours_of, True), (expected, False)))
+    assert_same(ours(), theirs())
+
+
+@pytest.mark.usefixtures("_float64")
+def test_log_probabilities_and_losses_of_them() -> None:
+    """The results alone and together, and a loss of one's own."""
+    a, old = head(), jnp.asarray(np.random.default_rng(2).normal(size=TOKENS))
+    bare = {**a, "b": jnp.zeros(CLASSES)}
+
+    def statistics(a: dict[str, Any], **options: Any) -> Any:
+        z = scores(a, **options)
+        log_p = jax.nn.log_softmax(z)
+        p = jnp.exp(log_p)
+        logprob = jnp.sum(jnp.where(jax.nn.one_hot(a["target"], CLASSES, dtype=bool), log_p, 0), -1)
+        return logprob, -jnp.sum(p * jnp.where(p == 0, 0, log_p), -1), jax.nn.logsumexp(z, -1)
+
+    def own(a: dict[str, Any], **options: Any) -> Any:
+        counts = a["target"] >= 0
+        return jnp.sum(counts * clipped(*statistics(a, **options), old)) / jnp.sum(counts)
+
+    def every(tokens: Any, loss: Any) -> Any:
+        capped: dict[str, Any] = {"scale": -0.9, "softcap": 5.0}
+        return [
+            *(with_gradients(lambda a, i=i: tokens(a)[i], a) for i in (0, 2)),
+            with_gradients(lambda a: jnp.stack(tokens(a, **capped)), bare),
+            with_gradients(loss, a), with_gradients(partial(loss, **capped), bare),
+        ]  # fmt: skip
+
+    theirs = jax.jit(partial(every, statistics, own))()
+    for plan, of_loss in (("stored", "tokens"), ("columns", "stored")):
+
+        def tokens(a: dict[str, Any], **options: Any) -> Any:
+            return ours_of(a, osj.linear_token_logprobs, ignore_index=-100, memory=MEMORY[plan], **options)  # noqa: B023  used in the loop
+
+        def loss(a: dict[str, Any], **options: Any) -> Any:
+            more = {"linear_bias": a["b"], "memory": MEMORY[of_loss], **options}  # noqa: B023  used in the loop
+            return osj.linear_token_loss(a["x"], a["w"], a["target"], clipped, old, **more)
+
+        assert_same(jax.jit(partial(every, tokens, loss))(), theirs)
+
+
+def clipped(logprob: Any, entropy: Any, lse: Any, old: Any) -> Any:
+    """PPO's loss of a token, with an entropy bonus and a penalty of lse."""
+    ratio = jnp.exp(logprob - old)
+    return -jnp.minimum(ratio * old, jnp.clip(ratio, 0.8, 1.2) * old) - 0.01 * entropy + 1e-3 * lse * lse
+
+
+@pytest.mark.parametrize("plan", MEMORY)
+def test_a_token_that_is_ignored_may_hold_nan(plan: str) -> None:
+    """Also with z_loss, and a softcap; a target that is no class is NaN without a gradient."""
+    a = head("float32")
+    dirty = {**a, "x": a["x"].at[1, 2].set(jnp.nan), "b": jnp.zeros(CLASSES, jnp.float32)}
+    clean = {**dirty, "x": a["x"].at[1, 2].set(0)}
+    dirty["target"], clean["target"] = (t.at[0, 0].set(CLASSES) for t in (a["target"], a["target"]))
+
+    def every(a: dict[str, Any]) -> Any:
+        def one(a: dict[str, Any], **more: Any) -> Any:
+            y = ours_of(a, memory=IN_FLOAT32[plan], softcap=4.0, **more)
+            return jnp.where(jnp.isfinite(y), y, 0) if y.ndim else y
+
+        none = ours_of(a, memory=IN_FLOAT32[plan], reduction="none")
+        return none, with_gradients(partial(one, reduction="none", z_loss=0.1), a), with_gradients(one, a)
+
+    ours, theirs = (jax.jit(every)(some) for some in (dirty, clean))
+    assert_same(ours, theirs, rtol=1e-6, atol=1e-6)
+    none, (_, of_none), (mean, of_mean) = ours
+    assert np.isnan(none).sum() == 1
+    assert np.isnan(mean)
+    for found in (of_none, of_mean):
+        assert not any(np.isnan(t).any() for t in found.values())
+        assert (np.asarray(found["x"])[[0, 1], [0, 2]] == 0).all()
+
+
+@pytest.mark.parametrize(("count", "classes"), [(0, 13), (1, 1), (7, 1)])
+def test_small_sizes(count: int, classes: int) -> None:
+    """The mean of no tokens is NaN, and its gradients are 0."""
+    a = head("float32", (count,), classes)
+    a["target"] = jnp.abs(a["target"]) % classes
+    nothing = {**a, "target": jnp.full(count, -100)}
+
+    def every(f: Any) -> Any:
+        found = [with_gradients(partial(f, reduction=reduction), a) for reduction in ("mean", "none")]
+        return found, f(nothing, reduction="mean")
+
+    ours, theirs = jax.jit(partial(every, ours_of))(), jax.jit(partial(every, expected))()
+    if count:
+        assert_same(ours, theirs, rtol=1e-5, atol=1e-5)
+    else:
+        assert all((t == 0).all() for t in jax.tree.leaves([found for _, found in ours[0]]))
+    assert np.isnan(ours[1])
+    _, found = with_gradients(ours_of, nothing)
+    assert all((t == 0).all() for t in found.values())
+    assert osj.linear_token_logprobs(a["x"], a["w"], a["target"]).lse.shape == (count,)
+
+
+def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """50257 classes and 7 hidden, stored and in chunks of columns."""
+    monkeypatch.setattr(plans, "COLUMN_BYTES", 3 * 8192 * 4)
+    a = head("float32", (3,), 50257)
+    with jax.enable_x64(True):
+        wide = {name: t.astype("float64") if name in "xwb" else t for name, t in a.items()}
+        theirs = jax.tree.map(np.asarray, with_gradients(expected, wide))
+    for memory in (None, 2 * 50257 * 4):
+        ours = with_gradients(partial(ours_of, memory=memory), a)
+        assert_same(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+def test_statistics() -> None:
+    a = head("float32")
+    y, found = ours_of(a, return_stats=True, z_loss=0.1, scale=-2.0, memory=IN_FLOAT32["tokens"])
+    z, counts = scores(a, -2.0), a["target"] != -100
+    p = jax.nn.softmax(z)
+    entropy = -jnp.sum(jnp.where(p == 0, 0, p * jnp.log(p)), -1)
+    lse, largest = jax.nn.logsumexp(z, -1), jnp.argmax(z, -1)
+    want = lse, 0.1 * lse**2 * counts, entropy, largest, (largest == a["target"]) & counts
+    assert_same((y, *found), (ours_of(a, z_loss=0.1, scale=-2.0), *want), rtol=1e-5, atol=1e-5)
+
+
+def in_float64(a: dict[str, Any]) -> Any:
+    """The gradients of the mean on all logits."""
+    with jax.enable_x64(True):
+        wide = {name: t.astype("float64") if name in "xwb" else t for name, t in a.items()}
+        return jax.tree.map(np.asarray, jax.jit(partial(with_gradients, expected))(wide)[1])
+
+
+def test_the_gradient_of_the_weight_is_rounded_once() -> None:
+    """In bfloat16, 32 chunks have the error of one product."""
+    a = head("bfloat16", (64,), 23)
+    exact, errors = in_float64(a), []
+    for memory in (None, 2 * 23 * 2 + 23 * 7 * 4):
+        found = jax.jit(partial(with_gradients, partial(ours_of, memory=memory), names="w"))(a)[1]
+        errors.append(np.abs(np.asarray(found["w"], "float64") - exact["w"]).max())
+    assert errors[1] <= errors[0] + np.abs(exact["w"]).max() * 2.0**-9
+
+
+def test_a_mean_in_float16_keeps_small_gradients() -> None:
+    """With a scaled loss, the gradient of a mean over many tokens is as exact as that of a sum."""
+    rng = np.random.default_rng(0)
+    # Classes that are no target: float16 has no number as small as 1 / 4096 of their probability.
+    bias = np.where(np.arange(1000) < 10, 0, -8)
+    arrays = {"x": rng.normal(size=(4096, 8)) / 3, "w": rng.normal(size=(1000, 8)) / 3, "b": bias}
+    a = {name: jnp.asarray(t, "float16") for name, t in arrays.items()}
+    a["target"] = jnp.asarray(rng.integers(0, 10, 4096))
+    dy = np.random.default_rng(5).normal()
+    exact = in_float64(a)["w"][10:] * (1024 / dy)
+
+    def scaled(w: Any) -> Any:
+        own = osj.linear_token_loss(a["x"], w, a["target"], lambda y, *_: -y, linear_bias=a["b"])
+        return (ours_of({**a, "w": w}).astype("float32") + own) * 512
+
+    found = np.asarray(jax.jit(jax.grad(scaled))(a["w"]), "float64")[10:]
+    assert np.linalg.norm(found - exact) / np.linalg.norm(exact) < 1e-2
+
+
+def test_kernels_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted, in both loops."""
+    a = head("float32", (7,))
+    del a["b"]
+
+    def every(x: Any, w: Any) -> Any:
+        y = osj.linear_cross_entropy(x, w, a["target"], softcap=3.0, label_smoothing=0.1, memory=4 * 11 * 4)
+        return y + jnp.sum(osj.linear_token_logprobs(x, w, jnp.arange(7), memory=7 * 4 * 4).entropy)
+
+    theirs = jax.jit(jax.grad(every, (0, 1)))(a["x"], a["w"])
+    monkeypatch.setattr(rows, "CHOICE", Choice("pallas", "row"))
+    jax.clear_caches()
+    assert_same(jax.jit(jax.grad(every, (0, 1)))(a["x"], a["w"]), theirs, rtol=1e-5, atol=1e-6)
+    jax.clear_caches()
+
+
+def test_a_program_for_a_gpu_has_kernels_and_no_more_logits_than_a_chunk() -> None:
+    shapes = [jax.ShapeDtypeStruct((8192, 2304), jnp.bfloat16), jax.ShapeDtypeStruct((256000, 2304), jnp.bfloat16)]
+    target = jax.ShapeDtypeStruct((8192,), jnp.int32)
+    traced = jax.jit(jax.grad(osj.linear_cross_entropy, (0, 1))).trace(*shapes, target)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "custom_call" in text
+    largest = max(int(rows) for rows in re.findall(r"tensor<(\d+)x256000x\w+>", text))
+    assert largest * 256000 * 2 <= plans.CHUNK_BYTES + 256000 * 2304 * 2
+
+
+def test_the_functions_for_torch_give_the_same() -> None:
+    torch = pytest.importorskip("torch", reason="compares with the functions for torch")
+    import onlinesoftmax as osm
+
+    a = {**head("float32"), "b": jnp.arange(11.0) / 9}
+    x, w, b = (torch.tensor(np.asarray(a[name]), requires_grad=True) for name in "xwb")
+    target = torch.tensor(np.asarray(a["target"]))
+    for options in ({"z_loss": 0.1, "scale": 0.7, "label_smoothing": 0.1}, {"weight": np.arange(11.0), "z_loss": 0.1}):
+        given: dict[str, Any] = {k: torch.tensor(v) if k == "weight" else v for k, v in options.items()}
+        y = osm.linear_cross_entropy(x, w, target, linear_bias=b, **given)
+        theirs = y.detach(), dict(zip("xwb", torch.autograd.grad(y, [x, w, b]), strict=True))
+        ours = jax.jit(jax.value_and_grad(lambda some, o=options: ours_of({**a, **some}, **o)))
+        assert_same(ours({name: a[name] for name in "xwb"}), theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.early
+def test_four_devices() -> None:
+    environment = {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4)
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    path = Path(__file__).with_name("four_devices_head.py")
+    done = subprocess.run(
+        [*command, str(path)], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
