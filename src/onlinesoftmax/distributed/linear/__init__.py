@@ -19,9 +19,8 @@ import torch
 from ...core.agreement import kind_of
 from ...core.annotations import Reduction
 from ...core.call import TokenLogprobs
-from ...linear import run as whole_classes
 from ..shards import Shards
-from .run import cross_entropy
+from .run import cross_entropy, token_logprobs, token_loss
 from .team import agreed
 
 __all__ = ["linear_cross_entropy", "linear_token_logprobs", "linear_token_loss"]
@@ -63,7 +62,8 @@ def linear_cross_entropy(
             different calls, or `shards` does not fit `linear_weight`.
 
     Example:
-        >>> with onlinesoftmax.distributed.one_process() as group:  # it has all classes; torchrun starts more processes
+        >>> from onlinesoftmax.distributed import one_process
+        >>> with one_process() as group:  # it has all classes; torchrun starts more processes
         ...     linear_cross_entropy(torch.ones(2, 3), torch.zeros(4, 3), torch.tensor([0, 3]), group=group)
         tensor(1.3863)
     """
@@ -97,14 +97,15 @@ def linear_token_logprobs(
         TypeError, RuntimeError, ValueError: as for `linear_cross_entropy`.
 
     Example:
-        >>> with onlinesoftmax.distributed.one_process() as group:
+        >>> from onlinesoftmax.distributed import one_process
+        >>> with one_process() as group:
         ...     linear_token_logprobs(torch.ones(1, 3), torch.zeros(4, 3), torch.tensor([3]), group=group).logprob
         tensor([-1.3863])
     """
     tensors, name = (input, linear_weight, target, linear_bias), "linear_token_logprobs"
     numbers = {"ignore_index": ignore_index, "scale": scale, "softcap": softcap, "memory": memory}
     team = agreed(name, tensors, shards, group, numbers)
-    found: TokenLogprobs = whole_classes.token_logprobs(tensors, *numbers.values(), team.sharing)
+    found: TokenLogprobs = token_logprobs(tensors, *numbers.values(), team.sharing)
     return found
 
 
@@ -130,7 +131,8 @@ def linear_token_loss(
             token.
 
     Example:
-        >>> with onlinesoftmax.distributed.one_process() as group:
+        >>> from onlinesoftmax.distributed import one_process
+        >>> with one_process() as group:
         ...     x, weight, target = torch.ones(1, 3), torch.zeros(4, 3), torch.tensor([3])
         ...     linear_token_loss(x, weight, target, lambda logprob, entropy, lse: -logprob, group=group)
         tensor(1.3863)
@@ -140,5 +142,5 @@ def linear_token_loss(
     more = {"per_token": [kind_of(t) for t in per_token], "memory": memory, "acc_dtype": acc_dtype}
     team = agreed(name, tensors, shards, group, numbers | more)
     given = tensors, loss, per_token, tuple(numbers.values()), memory
-    found: Tensor = whole_classes.token_loss(*given, team.sharing, acc_dtype)
+    found: Tensor = token_loss(*given, team.sharing, acc_dtype)
     return found

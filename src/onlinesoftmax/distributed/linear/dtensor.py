@@ -49,6 +49,7 @@ class LocalHead(NamedTuple):
     team: Team
 
 
+@torch.compiler.disable
 def cross_entropy(
     tensors: run.Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: Any, return_stats: bool,
     memory: Any, acc_dtype: Any,
@@ -112,6 +113,7 @@ def _over_tokens(
     return (y, *stats) if stats else y
 
 
+@torch.compiler.disable
 def token_logprobs(
     tensors: run.Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any
 ) -> TokenLogprobs:
@@ -124,6 +126,7 @@ def token_logprobs(
     return TokenLogprobs(*map(here.layout.rows, found))
 
 
+@torch.compiler.disable
 def token_loss(
     tensors: run.Tensors, loss: Callable[..., Any], per_token: tuple[Any, ...], numbers: tuple[Any, ...],
     memory: Any, acc_dtype: Any = None,

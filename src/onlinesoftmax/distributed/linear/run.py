@@ -1,4 +1,7 @@
-"""Cross-entropy of a head whose classes are sharded over processes."""
+"""Cross-entropy of a head whose classes are sharded over processes.
+
+torch.compile calls these functions without tracing them: its graph breaks there.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,9 @@ from ..shards import Operands, ShardSignature
 from .team import Team
 
 Tensor = torch.Tensor
+
+# With `sharing`, the functions of whole classes are those of sharded classes.
+token_logprobs, token_loss = torch.compiler.disable(run.token_logprobs), torch.compiler.disable(run.token_loss)
 
 
 @torch.compiler.disable
