@@ -67,7 +67,7 @@ extern "C" void abort() noexcept;
     inline float name(float x) { return name##f(x); }
 #define OF_TWO(name) extern "C" double name(double, double) noexcept; \\
     extern "C" float name##f(float, float) noexcept; inline float name(float x, float y) { return name##f(x, y); }
-OF_ONE(exp) OF_ONE(exp2) OF_ONE(log) OF_ONE(tanh) OF_ONE(fabs) OF_TWO(fmax) OF_TWO(fmin)
+OF_ONE(ceil) OF_ONE(exp) OF_ONE(exp2) OF_ONE(log) OF_ONE(tanh) OF_ONE(fabs) OF_TWO(fmax) OF_TWO(fmin)
 extern "C" double fma(double, double, double) noexcept;
 extern "C" float fmaf(float, float, float) noexcept;
 inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
@@ -128,7 +128,7 @@ inline bool __all_sync(unsigned, bool x) {
     for (int i = 0; i < 32; ++i) copy_unseen(&x, given[i], 1), all = all && x;
     return all;
 }
-inline unsigned atomicAdd(unsigned* to, unsigned x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
+template <class T> T atomicAdd(T* to, T x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
 // ThreadSanitizer does not know fences.  So every fence here synchronizes with every earlier fence of any thread, even
 // where no message was passed.  Races that this hides are not found.
 inline void __threadfence() {

@@ -24,6 +24,7 @@ from onlinesoftmax.kernels.cuda import merge, messages, params, reduction, sourc
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.kernels.sharded import TENSORS, ShardedRows
+from onlinesoftmax.sampling.kernels import source as sampling
 
 REPLACED = {
     "numbers": {
@@ -142,9 +143,12 @@ template <class Word> Word look(const Word* from) {
 }
 """
 
-PEERS = """
+SEEN = """
 template <class T> T seen(const T& variable) { return __atomic_load_n(&variable, __ATOMIC_SEQ_CST); }
 template <class T> void show(T& variable, T value) { __atomic_store_n(&variable, value, __ATOMIC_SEQ_CST); }
+"""
+
+PEERS = """
 static uint64* beginnings[16];
 inline void expect_states(uint64* arrived) {
     show(*arrived, uint64(0));
@@ -164,6 +168,34 @@ inline void send(State* to, State state, uint64* arrived, int block) {
 inline void wait_for_states(uint64* arrived) { while (seen(*arrived) < CLUSTER) yield(); }
 """
 """Messages between the blocks of a cluster: blocks are threads of the host, so a message is a variable for all."""
+
+CLUSTER_WORDS = """
+static char* bases[16];
+static unsigned arrived, phase;
+inline void wait_for_cluster(const void*) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const unsigned now = seen(phase);
+        release(&phase);
+        if (__atomic_add_fetch(&arrived, 1, __ATOMIC_SEQ_CST) == CLUSTER) show(arrived, 0u), show(phase, now + 1);
+        while (seen(phase) == now) yield();
+        acquire(&phase);
+    }
+    __syncthreads();
+}
+inline void open_cluster(const void* base) {
+    if (threadIdx.x == 0) show(bases[blockIdx.x % CLUSTER], (char*)base);
+    wait_for_cluster(base);
+}
+inline void put_word(uint64* to, uint64 word, int block) {
+    // Thread-local variables of one function are equally far apart in every thread.
+    char* const here = seen(bases[blockIdx.x % CLUSTER]);
+    *reinterpret_cast<uint64*>(seen(bases[block]) + (reinterpret_cast<char*>(to) - here)) = word;
+}
+"""
+"""Words of the blocks of a cluster, and their barrier."""
+
+CLUSTERS = {"channel/cluster_states": PEERS, "channel/cluster_words": CLUSTER_WORDS}
 
 SHARED_ARRAY = re.compile(r"__shared__ (\w+) (\w+)(\[[^;]*\]);")
 SHARED_MEMORY = (
@@ -219,8 +251,8 @@ def _program(parts: list[str], parameter: str, kernel: str, between: str = "") -
 @cache
 def _replaced(name: str, package: str = source.__package__) -> str:
     """A file with the functions of REPLACED; no inline assembly may be left but what pins addresses."""
-    if name == "channel/cluster_states":
-        return PEERS
+    if name in CLUSTERS:
+        return SEEN + CLUSTERS[name]
     text = source.text(f"{name}.cuh", package)
     for before, body in REPLACED.get(name.rpartition("/")[2], {}).items():
         begin = text.index(before) + len(before)
@@ -323,3 +355,20 @@ def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path)
     parts = [merge.prologue(rows.kind), _replaced("numeric/state"), _replaced("pass/merge")]
     text = _program(parts, "ShardedRows", f"{kernel}_kernel")
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)
+
+
+def simulate_sample(shape: sampling.Shape, fields: NDArray[Any], rows: int, folder: Path) -> None:
+    """Run the kernel that samples on the host.
+
+    Args:
+        shape: What it is compiled for.
+        fields: Its parameter, whose tensors are memory of the host.
+        rows: Rows of the logits.
+        folder: Where to put the shared libraries.
+    """
+    parts = [sampling.prologue(shape), *(_replaced(*file) for file in sampling.FILES)]
+    dynamic = "extern __shared__ Chunk<X, VECTOR> memory[];"
+    parts[-1] = parts[-1].replace(dynamic, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
+    library = load_kernel(_program(parts, "Sampling", sampling.NAME), folder)
+    library.run(ctypes.c_void_p(fields.ctypes.data), rows * shape.cluster, 1, shape.cluster)
+    assert not ctypes.c_long.in_dll(library, "misaligned").value, "accesses at addresses that are not aligned"

@@ -62,6 +62,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "distributed.*": {"torch"},
     "sampling.arguments": {"torch"},
     "sampling.distribution": {"torch"},
+    "sampling.kernels.cuda": {"torch"},
     "sampling.noise": {"torch"},
     "sampling.order": {"torch"},
     "sampling.run": {"torch"},

@@ -93,7 +93,6 @@ class LinearProblem(NamedTuple):
         cuts: The plans that may cut the logits, where they do not fit: "tokens" needs whole rows in a chunk, "columns"
             needs statistics that merge.
         in_place: True where chunks of tokens add up the gradient of the weight in its own memory and dtype.
-        travels: True where the gradient of the input is added up over processes, in a float32 buffer.
     """
 
     tokens: int
@@ -106,7 +105,6 @@ class LinearProblem(NamedTuple):
     of_weight: bool
     cuts: tuple[str, ...]
     in_place: bool = False
-    travels: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -131,8 +129,7 @@ class LinearProblem(NamedTuple):
     @property
     def input_sum_bytes(self) -> int:
         """Bytes of the float32 sum of the input's gradient; none where the gradient is the sum itself."""
-        own = 4 * self.hidden * (self.itemsize < 4 and self.of_input)
-        return self.tokens * max(own, self.travel_bytes)
+        return 4 * self.tokens * self.hidden * (self.itemsize < 4 and self.of_input)
 
     @property
     def sums_one_product(self) -> bool:
@@ -141,11 +138,6 @@ class LinearProblem(NamedTuple):
         It is rounded once by itself, but in float16 it can be infinite before the divisor of a mean comes.
         """
         return self.dtype == "float16" and not self.keeps
-
-    @property
-    def travel_bytes(self) -> int:
-        """Bytes of the gradient of the input of one token, as it travels."""
-        return self.hidden * max(self.itemsize, 4) * (self.travels and self.of_input)
 
     @property
     def keeps(self) -> bool:
@@ -188,7 +180,7 @@ FUNCTIONS = {
 
 def problem_of(
     function: str, sizes: tuple[int, int, int], dtype: str, wanted: tuple[bool, bool, bool], each: bool = False,
-    whole_rows: bool = False, in_place: bool = False, travels: bool = False,
+    whole_rows: bool = False, in_place: bool = False,
 ) -> LinearProblem:  # fmt: skip
     """The problem of a call.
 
@@ -199,12 +191,12 @@ def problem_of(
         wanted: True for each gradient that is wanted: of input, weight and bias.
         each: True where the result is a loss of each token, whose gradient waits for the backward pass.
         whole_rows: True where the result of a token needs the whole row of its logits.
-        in_place, travels: As in LinearProblem.
+        in_place: As in LinearProblem.
     """
     declared, recorded = FUNCTIONS[function], any(wanted)
     waits = recorded and (declared.waits or each)
     cuts = ("tokens",) if whole_rows else declared.cuts
-    return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place, travels)
+    return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place)
 
 
 def plan_of(problem: LinearProblem, memory: int | None) -> LinearPlan:
@@ -265,10 +257,9 @@ def _room(problem: LinearProblem, memory: int | None, summed: bool) -> int:
 
 def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
     summed = problem.sums_one_product
-    travels, taken = problem.tokens * problem.travel_bytes, problem.logits_bytes
-    room = _room(problem, memory, summed) - (0 if memory is None else travels)
+    room, taken = _room(problem, memory, summed), problem.logits_bytes
     products = problem.products + (problem.waits and not problem.keeps)
-    needed = taken + travels + problem.weight_sum_bytes * summed
+    needed = taken + problem.weight_sum_bytes * summed
     reason = f"the logits of all tokens take {size(taken)}"
     plan = LinearPlan("stored", max(problem.tokens, 1), 1, products, needed, problem.keeps, f"{reason}, which fit")
     return Candidate("stored", plan, "" if taken <= room else f"{reason}, and the limit is {size(max(room, 0))}")
@@ -277,7 +268,7 @@ def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
 def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
     if "tokens" not in problem.cuts:
         return Candidate("tokens", None, "columns give the gradient of the weight without a float32 sum")
-    tokens, token_bytes = max(problem.tokens, 1), max(problem.classes * problem.itemsize + problem.travel_bytes, 1)
+    tokens, token_bytes = max(problem.tokens, 1), max(problem.classes * problem.itemsize, 1)
     fits = _room(problem, memory, True) // token_bytes
     if fits < 1:
         beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""

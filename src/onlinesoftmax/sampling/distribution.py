@@ -13,22 +13,10 @@ from typing import NamedTuple
 import torch
 
 from ..core.options import LARGEST_FLOAT32
+from .masses import MASS_BITS, POWER_OF_TWO
 from .order import largest
 
 Tensor = torch.Tensor
-
-MASS_BITS = 40
-"""Bits behind the point of a mass, exp((z - m) / temperature).  Sums of whole numbers do not depend on their order, and
-so the set that top_p keeps does not.  The masses of 2^22 tokens fit into int64."""
-
-POWER_OF_TWO = (
-    1.0, 0.6931471824645996, 0.24022646248340607, 0.05550328642129898, 0.009618489071726799, 0.0013399930903688073,
-    0.0001534581242594868,
-)  # fmt: skip
-"""Coefficients of a polynomial for 2^f, f from -1/2 to 1/2; its relative error in float32 is 1e-7.
-
-Libraries round an exp differently.  These products and sums are rounded one by one, so all devices get the same masses.
-"""
 
 
 class Parameters(NamedTuple):
@@ -52,6 +40,10 @@ class Parameters(NamedTuple):
     def filters(self) -> bool:
         """True where a filter is given."""
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """The parameters by name."""
+        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Parameters:
         """The parameters that a function makes of each of them."""
@@ -154,7 +146,8 @@ def _number_kept(z: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -
     if given.min_p is not None:
         p = given.min_p.double().unsqueeze(1)
         # The largest score is kept whatever the parameter.
-        number = torch.minimum(number, (masses >= (p * 2.0**MASS_BITS).ceil()).sum(1, keepdim=True).clamp(min=1))
+        p = p.where(p <= 1, 1.0)
+        number = torch.minimum(number, (masses >= (p * 2.0**MASS_BITS).ceil()).sum(1, keepdim=True))
     return number
 
 

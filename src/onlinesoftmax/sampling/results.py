@@ -14,7 +14,7 @@ class Sampled(NamedTuple):
     Attributes:
         token: Token id, int64; 0 where the row is not valid.
         logprob: Logarithm of its probability, float32 (float64 for float64 logits); NaN where the row is not valid.
-        lse: Logsumexp of the scores that `logprob` refers to.
+        lse: Logsumexp of the scores that `logprob` refers to; NaN where the row is not valid.
         kept: Number of tokens that could be sampled, int64; 0 where the row is not valid.
         valid: False for a row that holds NaN or nothing but -inf, or whose temperature is negative, infinite or NaN.
         top_tokens, top_logprobs: The tokens with the largest scores and the logarithms of their probabilities, by

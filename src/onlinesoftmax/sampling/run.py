@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from ..api import token_logprobs
+from ..kernels import registry
 from ..torch.eager import scores_of
+from ..torch.fast_path import is_transformed
+from ..torch.formulas import PLAIN_TYPES
 from .arguments import Logits
 from .distribution import Distribution, Parameters, distribution_of, log_sum_of, masses_of
 from .noise import gumbel
@@ -36,18 +39,36 @@ def sample(logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor,
         raw: True for log-probabilities of the scores as they are, without temperature and filters.
         top: Number of the largest log-probabilities to return.
     """
-    scores = _scores(logits)
+    arguments = parameters, seed, offset, raw, top
+    found = _by_kernel(logits, *arguments) or _in_chunks(_scores(logits), *arguments)
+    of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in found]
+    return Sampled(*of_rows)
+
+
+def _by_kernel(
+    logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int
+) -> Sampled | None:
+    """`sample` of flat rows by a kernel; None where none takes the call."""
+    x = logits.x
+    if torch.compiler.is_compiling() or not x.is_cuda or not logits.options.plain or type(x) not in PLAIN_TYPES:
+        return None
+    if registry.unavailable("cuda") is not None or is_transformed() or x.is_neg():
+        return None
+    from .kernels import cuda
+
+    return cuda.sample(_rows(x, logits.dim), parameters, seed, offset, raw, top)
+
+
+def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
+    """`sample` of scores (rows, tokens) by PyTorch's operations, on a CPU a chunk of rows at a time."""
     count = max(_CHUNK // scores.shape[1], 1) if scores.device.type == "cpu" else max(len(scores), 1)
     chunks = []
     for first in range(0, max(len(scores), 1), count):
         part = slice(first, first + count)
         of_part = parameters.map(operator.itemgetter(part))
         chunks.append(_sample(scores[part], of_part, seed[part], offset[part], raw, top))
-    of_rows: list[Any] = [
-        None if parts[0] is None else torch.cat(parts).reshape(logits.rows + parts[0].shape[1:])
-        for parts in zip(*chunks, strict=True)
-    ]
-    return Sampled(*of_rows)
+    joined: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*chunks, strict=True)]
+    return Sampled(*joined)
 
 
 def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
@@ -66,10 +87,10 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     first = torch.arange(top, device=scores.device).expand(len(scores), top)
     places = torch.cat([place, first if parameters.filters else largest(scores, top)], 1)
     tokens = found.tokens.gather(1, places)
-    kept, token = (t.masked_fill(~found.valid, 0) for t in (kept, tokens[:, :1]))
-    logprobs = _logprobs(found, places).masked_fill(~found.valid, torch.nan).to(scores.dtype)
-    lse = (found.m / found.temperature + found.log_sum).to(scores.dtype)
-    rows = (t.squeeze(1) for t in (token, logprobs[:, :1], lse, kept, found.valid))
+    tokens, kept = (t.masked_fill(~found.valid, 0) for t in (tokens, kept))
+    lse = found.m / found.temperature + found.log_sum
+    logprobs, lse = (t.masked_fill(~found.valid, torch.nan).to(scores.dtype) for t in (_logprobs(found, places), lse))
+    rows = (t.squeeze(1) for t in (tokens[:, :1], logprobs[:, :1], lse, kept, found.valid))
     return Sampled(*rows, *(t[:, 1:] if top else None for t in (tokens, logprobs)))
 
 
@@ -125,8 +146,13 @@ def verify(
 
 def _scores(logits: Logits) -> Tensor:
     """The scores (rows, tokens), float32 or float64."""
-    z = scores_of(logits.x, logits.dim, logits.options, torch.float32)[0].movedim(logits.dim, -1)
-    return z.reshape(-1, z.shape[-1])
+    return _rows(scores_of(logits.x, logits.dim, logits.options, torch.float32)[0], logits.dim)
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    """The rows along a dimension, (rows, tokens)."""
+    x = x.movedim(dim, -1)
+    return x.reshape(-1, x.shape[-1])
 
 
 def _without_filters(found: Distribution, wide: bool) -> Distribution:

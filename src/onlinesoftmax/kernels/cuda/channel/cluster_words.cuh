@@ -1,0 +1,22 @@
+// Words that the blocks of a cluster store in each other's shared memory, and the barrier of all their threads.
+
+// Stores a word in the variable of another block that has this address here.
+__device__ inline void put_word(uint64* to, uint64 word, int block) {
+    if constexpr (CLUSTER == 1) {
+        *to = word;
+        return;
+    }
+    unsigned there;
+    const unsigned here = unsigned(__cvta_generic_to_shared(to));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+    asm volatile("st.shared::cluster.b64 [%0], %1;" :: "r"(there), "l"(word) : "memory");
+}
+
+// Waits for all threads of the cluster, and makes their earlier stores visible.  `any` is a shared variable.
+__device__ inline void wait_for_cluster(const void* any) {
+    if constexpr (CLUSTER == 1) __syncthreads();
+    else asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Waits until every block of the cluster has begun, so that it may be written to.
+__device__ inline void open_cluster(const void* any) { wait_for_cluster(any); }

@@ -1,0 +1,76 @@
+"""The launch of sample.cuh: a token of each row from one read of the logits."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from ...kernels.cuda import driver
+from ...kernels.cuda.launch import loaded
+from ..distribution import Parameters
+from ..results import Sampled
+from .source import LIST, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
+
+Tensor = torch.Tensor
+
+
+def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled | None:
+    """A token of each row of logits (rows, tokens) on a GPU; None if no kernel takes them.
+
+    Args:
+        scores: Logits that are the scores: no score option is given.
+        parameters, seed, offset, raw, top: As for `sample` in run.py.
+    """
+    rows, cols = scores.shape
+    index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
+    if dtype not in ("float32", "float16", "bfloat16") or scores.stride(1) != 1 or not rows or top > LIST:
+        return None
+    processors, clusters = _device(index)
+    cluster = cluster_of(rows, cols, scores.element_size(), processors, clusters)
+    if cluster is None:
+        return None
+    aligned = not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
+    shape, length = Shape(dtype, cluster, parameters.filters, aligned), slice_of(cols, cluster)
+
+    def new(*more: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, *more, dtype=dtype, device=scores.device)
+
+    whole, real = torch.int64, torch.float32
+    out = {
+        "token": new(dtype=whole), "logprob": new(dtype=real), "lse": new(dtype=real), "kept": new(dtype=whole),
+        "valid": new(dtype=torch.bool), "top_tokens": new(top, dtype=whole), "top_logprobs": new(top, dtype=real),
+    }  # fmt: skip
+    given = {"x": scores, "seed": seed, "offset": offset, **parameters.tensors(), **out}
+    pool = _pool(shape, -(-length * scores.element_size() // 16) * 16, index)
+    call = pool.take(index)
+    for i, name in enumerate(POINTERS):
+        call.fields[i] = t.data_ptr() if (t := given.get(name)) is not None else 0
+    numbers = scores.stride(0), cols, length, parameters.first, raw, top
+    for i, number in enumerate(numbers, len(POINTERS)):
+        call.fields[i] = number
+    call.config.grid[0] = rows * cluster
+    call.config.stream = torch._C._cuda_getCurrentRawStream(index)
+    driver.launch(call, index, "launching sample_kernel")
+    pool.give_back(call)
+    tops = (out["top_tokens"], out["top_logprobs"]) if top else (None, None)
+    return Sampled(out["token"], out["logprob"], out["lse"], out["kept"], out["valid"], *tops)
+
+
+@cache
+def _device(index: int) -> tuple[int, bool]:
+    """(multiprocessors, whether there are clusters) of a device."""
+    properties = torch.cuda.get_device_properties(index)
+    return properties.multi_processor_count, properties.major >= 9
+
+
+@cache
+def _pool(shape: Shape, dynamic: int, index: int) -> driver.ArgumentPool:
+    """The arguments of launches."""
+
+    def new_call(index: int) -> driver.Arguments:
+        config = driver.launch_config(1, 1, THREADS, dynamic, shape.cluster, False)
+        kernel = loaded(source(shape), NAME, index, dynamic, shape.cluster)
+        return driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
+
+    return driver.ArgumentPool(new_call)

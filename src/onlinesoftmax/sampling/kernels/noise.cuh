@@ -1,0 +1,50 @@
+// The noise of a token, as noise.py makes it, and the token with the largest key.
+
+// The four words of Philox4x32-10 for four adjacent tokens.
+struct Words { unsigned of[4]; };
+__device__ inline Words philox(unsigned block, uint64 offset, uint64 seed) {
+    unsigned a = block, b = unsigned(offset), c = unsigned(offset >> 32), d = 0;
+    unsigned low = unsigned(seed), high = unsigned(seed >> 32);
+#pragma unroll
+    for (int i = 0; i < 10; ++i) {
+        const uint64 of_a = uint64(a) * 0xD2511F53u, of_c = uint64(c) * 0xCD9E8D57u;
+        a = unsigned(of_c >> 32) ^ b ^ low, b = unsigned(of_c), c = unsigned(of_a >> 32) ^ d ^ high, d = unsigned(of_a);
+        low += 0x9E3779B9u, high += 0xBB67AE85u;
+    }
+    return {{a, b, c, d}};
+}
+
+__device__ inline double gumbel(unsigned bits) {
+    return rounded(-log(-log((bits + 0.5) * (1.0 / 4294967296.0))) * 16777216.0) / 16777216.0;
+}
+
+// Doubles in the order of integers.
+__device__ inline uint64 ordered(double x) {
+    const uint64 bits = __double_as_longlong(x + 0.0);
+    return int64(bits) < 0 ? ~bits : bits | uint64(1) << 63;
+}
+
+// The token with the largest key so far; of equal keys, the smaller token.
+struct Best {
+    double key;
+    uint64 token;
+    // Returns true where the other token wins.
+    __device__ inline bool take(double other, uint64 its) {
+        const bool wins = other > key || (other == key && its < token);
+        if (wins) key = other, token = its;
+        return wins;
+    }
+};
+
+// The noise that a score z needs to reach a key, less what rounding may have taken from it; no noise reaches MOST_NOISE.
+constexpr float MOST_NOISE = 23;
+__device__ inline float missing_noise(float key, float z, float temperature) {
+    const float missing = (key - z) / temperature, error = 1e-3f + 1e-6f * (fabs(key) + fabs(z)) / temperature;
+    return missing == missing ? missing - error : -float(INF);
+}
+
+__device__ inline float largest_of_lanes(float x) {
+#pragma unroll
+    for (int step = 16; step; step /= 2) x = fmax(x, across(x, step));
+    return x;
+}

@@ -1,0 +1,95 @@
+"""The source of sample.cuh, and how many blocks share a row."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import NamedTuple
+
+from ...core.options import LARGEST_FLOAT32
+from ...core.task import ITEMSIZE
+from ...kernels import cuda
+from ...kernels.cuda.source import declarations, program, typed
+from ..masses import MASS_BITS, POWER_OF_TWO
+
+NAME = "sample_kernel"
+
+_SHARED, _OWN = ("row/warp_shuffle", "channel/cluster_words"), ("scores", "noise", "held_row", "sample")
+
+FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
+"""Files of the kernel, in the order of inclusion."""
+
+THREADS = 512
+
+LIST = 512
+"""Most of the largest log-probabilities that a call returns."""
+
+MOST_BLOCKS = 8
+"""Most blocks of a cluster."""
+
+SHARED_BYTES = 160_000
+"""Bytes of a slice, beside those that the kernel declares: of the 227 KB of a multiprocessor of sm_90."""
+
+POINTERS = (
+    "x", "temperature", "top_k", "top_p", "min_p", "seed", "offset", "token", "logprob", "lse", "kept", "valid",
+    "top_tokens", "top_logprobs",
+)  # fmt: skip
+"""Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
+
+NUMBERS = ("stride", "cols", "slice", "first", "raw", "top")
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        dtype: Dtype of the logits: "float32", "float16" or "bfloat16".
+        cluster: Blocks of a row.
+        filters: True where a filter is given.
+        aligned: True where every row begins on 16 bytes.
+    """
+
+    dtype: str
+    cluster: int
+    filters: bool
+    aligned: bool
+
+
+def slice_of(cols: int, cluster: int) -> int:
+    """Tokens of a slice: a multiple of 8, which is whole chunks, and whole blocks of the noise."""
+    return -(-cols // (8 * cluster)) * 8
+
+
+def cluster_of(rows: int, cols: int, itemsize: int, processors: int, clusters: bool) -> int | None:
+    """Blocks of a row, so that they hold it and few rows use all multiprocessors; None if no cluster holds it.
+
+    Args:
+        rows, cols: Of the logits.
+        itemsize: Bytes of a logit.
+        processors: Multiprocessors of the device.
+        clusters: True where the device has clusters.
+    """
+    for cluster in (1, 2, 4, MOST_BLOCKS) if clusters else (1,):
+        fits = slice_of(cols, cluster) * itemsize <= SHARED_BYTES
+        if fits and (not clusters or cluster == MOST_BLOCKS or rows * cluster >= processors):
+            return cluster
+    return None
+
+
+@cache
+def source(shape: Shape) -> str:
+    """The source of a kernel."""
+    return program(prologue(shape), *FILES)
+
+
+def prologue(shape: Shape) -> str:
+    """Types and constants of a kernel."""
+    numbers = {
+        "THREADS": THREADS, "CLUSTER": shape.cluster, "VECTOR": 16 // ITEMSIZE[shape.dtype], "LIST": LIST,
+        "MASS_BITS": MASS_BITS, "FILTERS": shape.filters, "ALIGNED": shape.aligned,
+    }  # fmt: skip
+    floats = {f"POWER_{i}": float(c) for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
+    doubles = {"LOG2_E": math.log2(math.e), "LOG_2": math.log(2.0)}
+    constants = [("float", name, f"{value!r}f") for name, value in floats.items()]
+    constants += [("double", name, repr(value)) for name, value in doubles.items()]
+    return declarations({"X": shape.dtype}, [*typed(numbers), *constants])

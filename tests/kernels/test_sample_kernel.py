@@ -1,0 +1,122 @@
+"""The kernel that samples gives what PyTorch's operations give, token for token, however a row is cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from cuda_simulator import simulate_sample
+from onlinesoftmax.kernels.cuda import compile
+from onlinesoftmax.sampling.kernels import source
+
+Tensor = torch.Tensor
+
+FILTERS: list[dict[str, Any]] = [
+    {}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 50, "top_p": 0.9, "min_p": 0.01}, {"top_p": 0.0},
+]  # fmt: skip
+EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
+
+
+def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
+    """What the kernel writes, by name."""
+    rows, cols = x.shape
+    filters = given.keys() & {"top_k", "top_p", "min_p"}
+    aligned = not (x.data_ptr() | x.stride(0) * x.element_size()) % 16
+    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, bool(filters), aligned)
+    dtypes = dict.fromkeys(("seed", "offset", "top_k", "token", "kept", "top_tokens"), torch.int64)
+    tensors = {
+        name: value if isinstance(value, Tensor) else torch.full((rows,), value, dtype=dtypes.get(name, torch.float32))
+        for name, value in {"temperature": 1.0, "offset": 0, **given}.items() if name not in ("ties", "logprobs")
+    }  # fmt: skip
+    shapes = {name: (rows, top) if name.startswith("top_") else (rows,) for name in osm.sampling.Sampled._fields}
+    out = {name: torch.empty(size, dtype=dtypes.get(name, torch.float32)) for name, size in shapes.items()}
+    out["valid"] = torch.empty(rows, dtype=torch.bool)
+    memory = {"x": x, **tensors, **out}
+    pointers = [memory[name].data_ptr() if name in memory else 0 for name in source.POINTERS]
+    flags = given.get("ties") == "first", given.get("logprobs") == "raw"
+    numbers = [x.stride(0), cols, source.slice_of(cols, cluster), *flags, top]
+    simulate_sample(shape, np.array([*pointers, *numbers], np.int64), rows, folder)
+    return out
+
+
+def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None:
+    got = simulated(x, cluster, folder, top, **given)
+    want = osm.sample(x, top_logprobs=top, **given)._asdict()
+    for name in ("token", "kept", "valid", *(("top_tokens",) if top else ())):
+        assert torch.equal(got[name], want[name]), name
+    for name in ("logprob", "lse", *(("top_logprobs",) if top else ())):
+        assert torch.allclose(got[name], want[name], rtol=1e-6, atol=1e-6, equal_nan=True), name
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(("cols", "cluster"), [(100, 1), (1001, 2), (3000, 8)])
+def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict[str, Any], folder: Path) -> None:
+    x = torch.randn(4, cols, generator=torch.Generator().manual_seed(cols)) * 3
+    rows = {
+        "temperature": torch.tensor([1.0, 0.5, 0.0, 2.0]),
+        "seed": torch.arange(4),
+        "offset": torch.arange(4) * 2**33,
+    }
+    check(x, cluster, folder, 7, **rows, **filters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_logits_and_rows_that_are_not_aligned(dtype: torch.dtype, folder: Path) -> None:
+    x = (torch.randn(3, 777, generator=torch.Generator().manual_seed(1)) * 2).to(dtype)
+    check(x[:, 1:], 2, folder, 0, seed=torch.arange(3), top_p=0.7)
+
+
+@pytest.mark.parametrize("ties", ["keep", "first"])
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.9, "min_p": 0.3}], ids=str)
+def test_ties_and_rows_without_a_distribution(filters: dict[str, Any], ties: str, folder: Path) -> None:
+    inf, nan = torch.inf, torch.nan
+    rows = [EXTREMES, [1.0] * 10, [-inf] * 10, [0.0] * 9 + [nan], [inf, 1.0, inf] + [0.0] * 7, [3.0] + [-inf] * 9]
+    x = torch.tensor([*rows, EXTREMES, EXTREMES])
+    temperature = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -1.0, 0.0])
+    for cluster in (1, 2):
+        check(x, cluster, folder, 3, seed=torch.arange(8), temperature=temperature, ties=ties, **filters)
+
+
+def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
+    x = torch.randn(4, 300, generator=torch.Generator().manual_seed(2)) * 5
+    temperature = torch.tensor([1e-6, 1e-38, 1e6, 0.0])
+    check(x, 2, folder, 4, seed=torch.arange(4), temperature=temperature, top_k=20, logprobs="raw")
+    check(x, 2, folder, 0, seed=torch.arange(4), temperature=temperature)
+    check(x * 1e30, 2, folder, 0, seed=torch.arange(4), temperature=temperature, top_p=0.9)
+
+
+@pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 8), ("sm_100", 8)])
+def test_the_kernel_compiles(arch: str, cluster: int) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
+    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, True, True)), arch)
+    assert "registers" in log
+
+
+def test_blocks_of_a_row_hold_it() -> None:
+    for rows, cols, itemsize in ((1, 128256, 4), (64, 128256, 4), (512, 128256, 2), (8, 262208, 4), (10_000, 1000, 4)):
+        cluster = source.cluster_of(rows, cols, itemsize, 132, True)
+        assert cluster is not None
+        assert source.slice_of(cols, cluster) * cluster >= cols
+        assert source.slice_of(cols, cluster) * itemsize <= source.SHARED_BYTES
+    assert source.cluster_of(1, 1 << 20, 4, 132, True) is None
+    assert source.cluster_of(1, 128256, 4, 132, False) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize(("rows", "cols"), [(1, 128256), (64, 32000), (300, 50257), (3, 262208)])
+def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int, filters: dict[str, Any]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (torch.randn(rows, cols, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
+        seed, temperature = torch.arange(rows), torch.linspace(0.2, 2.0, rows)
+        want = osm.sample(x, seed=seed, temperature=temperature, top_logprobs=5, **filters)
+        got = osm.sample(x.cuda(), seed=seed.cuda(), temperature=temperature.cuda(), top_logprobs=5, **filters)
+        for name in ("token", "kept", "valid", "top_tokens"):
+            assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+        for name in ("logprob", "lse", "top_logprobs"):
+            assert torch.allclose(getattr(got, name).cpu(), getattr(want, name), rtol=1e-6, atol=1e-6), name
