@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import onlinesoftmax as osm
+from onlinesoftmax.lab.bench.inputs import extra_bytes
 from onlinesoftmax.linear import plans
 
 GPU = torch.cuda.is_available()
@@ -40,6 +41,8 @@ ROWS = {"waits": True, "cuts": ("tokens",)}
         ({**ROWS}, None, "stored", 8192, 4, 8192 * 128256 * 2),
         ({**ROWS, "tokens": 16384}, None, "tokens", 8192, 4, (8192 * 2 + 4096 * 4) * 128256),
         ({"recorded": False, "of_input": False, "of_weight": False}, None, "tokens", 4096, 1, 4096 * 128256 * 2),
+        # Without a gradient of the input, a copy of the input has no NaN of ignored tokens.
+        ({"of_input": False}, None, "stored", 8192, 2, 8192 * (128256 + 4096) * 2),
         ({"tokens": 0}, None, "stored", 1, 3, 0),
     ],
 )
@@ -102,3 +105,26 @@ def test_bfloat16_on_a_gpu(tokens: int, hidden: int, classes: int, memory: int |
     for ours, pytorch, value in zip(again, theirs, exact, strict=True):
         error, own = ((t.double() - value).norm() / value.norm() for t in (ours, pytorch))
         assert error <= 1.05 * own
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("function", ["linear_cross_entropy", "linear_token_logprobs"])
+@pytest.mark.parametrize("memory", [None, 320_000_000, 64_000_000])
+def test_a_plan_takes_the_memory_that_it_says(function: str, memory: int | None) -> None:
+    """Beside the results, and some vectors with a number for each token."""
+    tokens, hidden, classes = 4096, 1024, 32000
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    w = torch.randn(classes, hidden, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    target = torch.arange(tokens, device=DEVICE)
+    plan = osm.explain(x, operation=function, linear_weight=w, memory=memory).plan
+
+    def call() -> tuple[torch.Tensor, ...]:
+        y = getattr(osm, function)(x, w, target, memory=memory)
+        y = y.logprob.mean() if isinstance(y, tuple) else y
+        return torch.autograd.grad(y, [x, w])
+
+    call()
+    extra = extra_bytes(call, torch.device(DEVICE))
+    assert extra is not None
+    assert plan.bytes / 2 < extra <= plan.bytes + 64 * 8 * tokens + (8 << 20)

@@ -16,7 +16,7 @@ from ..torch.arguments import check_first_derivative
 from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import is_class
 from .plans import LinearPlan
-from .products import add_product, logits_of
+from .products import add_product, logits_of, without
 from .rows import Statistics, gradient, statistics
 from .sharing import Sharing
 
@@ -119,17 +119,20 @@ def gradients_of(
     target = target if sharing is None else sharing.local(target)
     # The logits of a token without gradients may be NaN, and so may its input: 0 · NaN would be NaN.
     skipped = (dlogprob == 0) & (dlse == 0) & (True if dentropy is None else dentropy == 0)
-    valid = x.masked_fill(skipped.unsqueeze(1), 0.0) if of_weight else x
     # A row whose sum is 0 or infinite has no probabilities, in none of its slices.
     known = known._replace(lse=known.lse.masked_fill(known.lse.isinf(), torch.nan))
     wide, classes = accumulator_of(x.dtype, x.dtype), len(weight)
     one_product = plan.chunks == 1 and sharing is None
-    dx = torch.empty(x.shape, dtype=x.dtype if one_product else wide, device=x.device) if of_input else None
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if of_input and sharing is None else None
+    apart = result is not None and not one_product and wide != x.dtype
+    dx = torch.empty(x.shape, dtype=wide, device=x.device) if of_input and (apart or result is None) else result
+    # The memory of the result is free until the last product of the weight's gradient, unless it is the sum.
+    valid = without(x, skipped, result if one_product or apart else None) if of_weight else x
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else None
     db = torch.empty(classes, dtype=wide, device=x.device) if of_bias else None
     size, in_place = _columns_at_once(plan, classes), logits is not None and plan.name == "stored"
     memory = logits.view(-1) if logits is not None and in_place else x.new_empty(len(x) * size)
-    finish = None if dx is None or classes else _in_dtype(dx.zero_(), x, sharing)
+    finish = None if dx is None or classes else _in_dtype(dx.zero_(), x, sharing, result)
     for first in range(0, classes, size):
         end = min(first + size, classes)
         z = memory[: len(x) * (end - first)].view(len(x), end - first)
@@ -140,24 +143,24 @@ def gradients_of(
         local = _local(target, first, end)
         of_sum = torch.where(local < 0, dlse - dlogprob, dlse)
         dz = gradient(z, local, known, dlogprob, dentropy, of_sum, options)
-        if dx is not None and one_product:
-            torch.mm(dz, weight, out=dx)
-        elif dx is not None:
+        if dx is not None and not one_product:
             add_product(dx, dz, weight[first:end], first == 0)
         if dx is not None and end == classes:
             # A sum over processes travels during the last product.
-            finish = _in_dtype(dx, x, sharing)
+            finish = _in_dtype(dx, x, sharing, result)
         if dw is not None:
             torch.mm(dz.t(), valid, out=dw[first:end])
+        if dx is not None and one_product:
+            torch.mm(dz, weight, out=dx)
         if db is not None:
             torch.sum(dz, 0, dtype=wide, out=db[first:end])
     return None if finish is None else finish(), dw, None if db is None else db.to(weight.dtype)
 
 
-def _in_dtype(dx: Tensor, x: Tensor, sharing: Sharing | None) -> Callable[[], Tensor]:
+def _in_dtype(dx: Tensor, x: Tensor, sharing: Sharing | None, result: Tensor | None) -> Callable[[], Tensor]:
     """The function that returns the gradient of the input in its dtype, added up over the processes."""
     if sharing is None:
-        return lambda: dx.to(x.dtype)
+        return lambda: dx if result is None or dx is result else result.copy_(dx)
     return sharing.summed(dx, torch.empty_like(x))
 
 

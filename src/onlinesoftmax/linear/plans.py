@@ -132,6 +132,11 @@ class LinearProblem(NamedTuple):
         return 4 * self.tokens * self.hidden * (self.itemsize < 4 and self.of_input)
 
     @property
+    def copied_bytes(self) -> int:
+        """Bytes of a copy of a token's input, without NaN, where no gradient of the input lends its memory for it."""
+        return self.hidden * self.itemsize * (self.of_weight and not self.of_input)
+
+    @property
     def sums_one_product(self) -> bool:
         """True where even one product is written in float32.
 
@@ -257,10 +262,11 @@ def _room(problem: LinearProblem, memory: int | None, summed: bool) -> int:
 
 def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
     summed = problem.sums_one_product
-    room, taken = _room(problem, memory, summed), problem.logits_bytes
+    copied = problem.tokens * problem.copied_bytes
+    room, taken = _room(problem, memory, summed), problem.logits_bytes + copied
     products = problem.products + (problem.waits and not problem.keeps)
     needed = taken + problem.weight_sum_bytes * summed
-    reason = f"the logits of all tokens take {size(taken)}"
+    reason = f"the logits of all tokens take {size(problem.logits_bytes)}"
     plan = LinearPlan("stored", max(problem.tokens, 1), 1, products, needed, problem.keeps, f"{reason}, which fit")
     return Candidate("stored", plan, "" if taken <= room else f"{reason}, and the limit is {size(max(room, 0))}")
 
@@ -268,7 +274,8 @@ def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
 def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
     if "tokens" not in problem.cuts:
         return Candidate("tokens", None, "columns give the gradient of the weight without a float32 sum")
-    tokens, token_bytes = max(problem.tokens, 1), max(problem.classes * problem.itemsize, 1)
+    tokens = max(problem.tokens, 1)
+    token_bytes = max(problem.classes * problem.itemsize + problem.copied_bytes, 1)
     fits = _room(problem, memory, True) // token_bytes
     if fits < 1:
         beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""
@@ -293,11 +300,12 @@ def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
     if "columns" not in problem.cuts:
         return Candidate("columns", None, "the result of a token needs the whole row of its logits")
     column_bytes = max(problem.tokens * problem.itemsize, 1)
-    most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - problem.input_sum_bytes)
+    beside = problem.input_sum_bytes + problem.tokens * problem.copied_bytes
+    most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - beside)
     # Rounding up to whole tiles may add one.
     chunks = _ceil(problem.classes, max(most // column_bytes - COLUMN_TILE, FEWEST_COLUMNS))
     chunk = min(problem.classes, _ceil(_ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
-    needed, products = chunk * column_bytes + problem.input_sum_bytes, problem.products + problem.recorded
+    needed, products = chunk * column_bytes + beside, problem.products + problem.recorded
     plan = LinearPlan("columns", chunk, _ceil(problem.classes, chunk), products, needed, False, _why(problem))
     if memory is not None and needed > memory:
         reason = f"memory is {memory} bytes, and {chunk} columns of all tokens take {needed}"

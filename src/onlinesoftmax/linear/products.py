@@ -14,6 +14,15 @@ def logits_of(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> Te
     return torch.addmm(bias, x, weight.t(), out=out)
 
 
+def without(x: Tensor, skipped: Tensor | None, out: Tensor | None) -> Tensor:
+    """The rows of x with zeros for those that are skipped, in the memory of `out` where it is given."""
+    if skipped is None:
+        return x
+    if out is None:
+        return x.masked_fill(skipped.unsqueeze(1), 0.0)
+    return out.copy_(x).masked_fill_(skipped.unsqueeze(1), 0.0)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """Add a · b to a float32 or float64 `total`, or write it there if it is the first."""
     if a.dtype == total.dtype:

@@ -16,7 +16,7 @@ from ..torch.autograd import keeps_graph
 from ..torch.formulas import accumulator_of
 from ..torch.small_kernels import scale_gradient
 from .plans import LinearPlan
-from .products import add_product, logits_of
+from .products import add_product, logits_of, without
 from .sharing import Sharing
 
 Tensor = torch.Tensor
@@ -85,16 +85,18 @@ def run(
         finish()
         outputs, dz = rows(z, part, None if factor is None else factor[part])
         found.append(outputs)
-        if dx is not None and sharing is None:
-            torch.mm(dz, weight, out=dx[part])
-        elif dx is not None and sharing is not None:
+        if dx is not None and sharing is not None:
             total = torch.empty(len(dz), hidden, dtype=wide, device=x.device)
             add_product(total, dz, weight, True)
             finish = sharing.summed(total, dx[part])
         if dw is not None:
-            # The gradient of a skipped token is 0, but its input may be NaN.
-            valid = x[part] if skipped is None else x[part].masked_fill(skipped[part].unsqueeze(1), 0.0)
+            # The gradient of a skipped token is 0, but its input may be NaN.  The gradient of the input comes last, so
+            # its memory can hold the input until then.
+            free = None if dx is None or sharing is not None else dx[part]
+            valid = without(x[part], None if skipped is None else skipped[part], free)
             add_product(dw, dz.t(), valid, first == 0)
+        if dx is not None and sharing is None:
+            torch.mm(dz, weight, out=dx[part])
         if db is not None:
             db += dz.sum(0, dtype=wide)
     finish()
