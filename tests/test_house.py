@@ -47,6 +47,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
         "nn.py",
         "explanation/__init__.py",
         "distributed/__init__.py",
+        "distributed/linear/__init__.py",
         "files/apply.py",
         "linear/__init__.py",
         "sampling/__init__.py",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .core.annotations import A, Backend, FullyMasked, LossOptions, Reduction, Strategy
-from .core.arrays import Array, check_no_jax
+from .core.arrays import Array, check_no_jax, is_dtensor
 from .core.call import Call, Settings
 from .core.declaration import Operation
 from .core.options import ScoreOptions, checked_options
@@ -325,12 +325,6 @@ def token_logprobs(
     return runner.run_tokens(logits, index, dim, options, entropy, choice, ignore_index)
 
 
-def _is_dtensor(kind: type) -> bool:
-    """True for the DTensor of torch.distributed.tensor, which is not imported here: it takes half a second."""
-    tensors = sys.modules.get("torch.distributed.tensor")
-    return tensors is not None and issubclass(kind, tensors.DTensor)
-
-
 _RUNNERS: dict[type, ModuleType] = {np.ndarray: numpy_run}
 """The module that runs the calls on inputs of this type, once an input of this type has been seen."""
 
@@ -352,7 +346,7 @@ def _find_runner(function: str, kind: type) -> ModuleType:
     try:
         if issubclass(kind, ARRAY_TYPES):
             found = numpy_run
-        elif _is_dtensor(kind):
+        elif is_dtensor(kind):
             from .distributed import dtensor as found  # type: ignore[no-redef]  # the same functions
         else:
             from .torch import run as found  # type: ignore[no-redef]  # the same functions

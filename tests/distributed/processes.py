@@ -59,7 +59,7 @@ KERNELS, EAGER = {"backend": "triton"}, {"backend": "eager"}
 
 PRELOADED = [
     __name__,
-    *(f"{__package__}.{name}" for name in ("benchmark", "dtensors", "fast_path", "files", "fsdp", "passes")),
+    *(f"{__package__}.{name}" for name in ("benchmark", "dtensors", "fast_path", "files", "fsdp", "heads", "passes")),
     *(f"onlinesoftmax.kernels.triton.{name}" for name in ("split", "merge", "reduction")),
     "triton.experimental.gluon", "typer.main", "onlinesoftmax.cli.bench", "torch._dynamo.backends.debugging",
     "torch._inductor.lowering", "torch.fx.experimental.symbolic_shapes",
@@ -108,6 +108,21 @@ def run(
         exchange: How calls exchange states if they do not say it; peer memory needs GPUs.
     """
     _start(_one, (check, cuts, str(folder / "store"), backend, exchange), len(cuts) - 1)
+
+
+def run_in_turn(checks: tuple[Callable[..., None], ...], *arguments: Any) -> None:
+    """Run check(first, end) for each check in the same processes, of which a start takes longer than most checks.
+
+    Args:
+        checks: The functions.
+        arguments: The other arguments of `run`.
+    """
+    run(functools.partial(_in_turn, checks), *arguments)
+
+
+def _in_turn(checks: tuple[Callable[..., None], ...], first: int, end: int) -> None:
+    for check in checks:
+        check(first, end)
 
 
 def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int) -> None:

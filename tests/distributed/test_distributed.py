@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, fast_path, files, fsdp, mistakes, passes, peer_memory, processes
+from distributed import benchmark, dtensors, fast_path, files, fsdp, heads, mistakes, passes, peer_memory, processes
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -34,8 +34,8 @@ def test_different_calls_are_an_error_on_several_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
-def test_the_passes_over_a_shard(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    processes.run(passes.everything, cuts, tmp_path)
+def test_the_passes_over_a_shard_and_heads(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    processes.run_in_turn((passes.everything, heads.everything), cuts, tmp_path)
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
@@ -80,8 +80,16 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
 @two_gpus
 @pytest.mark.parametrize(
     "check",
-    [processes.everything, mistakes.everything, dtensors.everything, passes.everything, fast_path.everything],
-    ids=lambda check: check.__module__.rpartition(".")[2],
+    [
+        processes.everything,
+        mistakes.everything,
+        dtensors.everything,
+        passes.everything,
+        fast_path.everything,
+        heads.everything,
+        heads.on_meshes,
+    ],
+    ids=lambda check: f"{check.__module__.rpartition('.')[2]}.{check.__name__}",
 )
 def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
     """Every combination of the options with NCCL: it compiles a few hundred kernels."""
@@ -256,4 +264,4 @@ def test_shards_that_do_not_fit() -> None:
 
 
 def test_dtensors_are_as_good_as_whole_tensors(tmp_path: Path) -> None:
-    processes.run(dtensors.everything, (0, 1, 2, 3, 4), tmp_path)
+    processes.run_in_turn((dtensors.everything, heads.on_meshes), (0, 1, 2, 3, 4), tmp_path)

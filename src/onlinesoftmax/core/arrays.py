@@ -59,6 +59,12 @@ def array_kind(x: Array) -> str | None:
     return None
 
 
+def is_dtensor(kind: type) -> bool:
+    """True for the DTensor of torch.distributed.tensor, which is not imported here: it takes half a second."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and issubclass(kind, tensors.DTensor)
+
+
 def advice(kind: type) -> str:
     """End of a TypeError's message for an array of another library: the module or the conversion that takes it.
 

@@ -112,6 +112,35 @@ def start_gathering(t: Any, *groups: Group) -> Callable[[], Any]:
     return finish
 
 
+def start_adding(t: Any, *groups: Group) -> Callable[[], Any]:
+    """Starts to add a tensor over the processes, in place, and returns the function that waits and returns the tensor.
+
+    Only the sum over the last group overlaps what is computed before that function is called.
+
+    Args:
+        t: A contiguous tensor.
+        groups: Process groups that are the axes of a grid of processes; without one, nothing is added.
+    """
+    import torch.distributed as dist
+
+    work = None
+    for i, group in enumerate(groups):
+        try:
+            work = dist.all_reduce(t, group=group, async_op=i == len(groups) - 1)
+        except RuntimeError as error:
+            raise failure(group, error) from error
+
+    def finish() -> Any:
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as error:
+            raise failure(groups[-1], error) from error
+        return t
+
+    return finish
+
+
 def _all_gather() -> Callable[..., Any]:
     import torch.distributed as dist
 

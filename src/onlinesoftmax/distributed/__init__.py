@@ -36,13 +36,17 @@ with needing("torch", "onlinesoftmax.distributed"):
     from . import losses
     from . import softmax as _softmax
     from .fast_path import look_up
+    from .linear import linear_cross_entropy, linear_token_logprobs, linear_token_loss
     from .mailboxes import checked_exchange
     from .shards import Operands, ShardedInput, Shards
 
 if TYPE_CHECKING:
     from ..core.annotations import TokenLogprobs
 
-__all__ = ["Shards", "cross_entropy", "log_softmax", "logsumexp", "one_process", "softmax", "token_logprobs"]
+__all__ = [
+    "Shards", "cross_entropy", "linear_cross_entropy", "linear_token_logprobs", "linear_token_loss", "log_softmax",
+    "logsumexp", "one_process", "softmax", "token_logprobs",
+]  # fmt: skip
 
 Tensor = torch.Tensor
 

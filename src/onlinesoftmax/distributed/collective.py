@@ -189,8 +189,8 @@ class CollectiveLaunches:
             rows = {name: t[first:end] for name, t in tensors.items()}
             chunk.merge({"states": finished(), "weight": operands.weight, **rows})
 
-    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...]) -> Tensor:
-        """The gradient with respect to x, from the gradients of the results."""
+    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...], out: Tensor | None = None) -> Tensor:
+        """The gradient with respect to x, from the gradients of the results, in `out` if that is given."""
         if not x.numel():
             return torch.empty_like(x)
         given = dict(zip(self.signature.outputs, map(_contiguous, dys), strict=True))
@@ -213,7 +213,7 @@ class CollectiveLaunches:
             run = self.gradient[dentropy is not None] = prepared(call_of(_BACKWARD, shard, tensors), ("y",))[0]
         if saved.mask is not None:
             rows["mask"] = saved.mask
-        dx: Tensor = run(x, None, rows)
+        dx: Tensor = run(x, out, rows)
         return dx if flat is None else dx.sub_(flat.unsqueeze(self.signature.dim))
 
     def _prepare_incoming(self, tensors: dict[str, Tensor | None]) -> None:

@@ -110,8 +110,11 @@ class Way(Protocol):
     def forward(self, operands: Operands, groups: tuple[Any, ...]) -> tuple[tuple[Tensor | None, ...], Saved]:
         """(the results, what backward reads)."""
 
-    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...]) -> Tensor:
-        """The gradient with respect to the shard, from the gradients of the results; nothing is exchanged."""
+    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...], out: Tensor | None = None) -> Tensor:
+        """The gradient with respect to the shard, from the gradients of the results; nothing is exchanged.
+
+        Kernels write it to `out`, which may be the shard itself.
+        """
 
 
 class Rows(torch.autograd.Function):

@@ -124,9 +124,7 @@ def run_if_possible(signature: ShardSignature, operands: Operands, call: Sharded
         columns = columns_of(groups, x, signature.dim, first, total, call.exchange, signature.choice)
     else:
         check_peer_memory(call.exchange, "the kernels take an ignore_index as a float64")
-    # The kernel that merges gathered states has no smoothing with weights, and no smoothing with a softcap.
-    merges = not signature.smoothed or (weight is None and signature.options.softcap is None)
-    if columns is None and (backend_for(x) is None or not merges):
+    if columns is None and not _merges(signature, operands):
         return None
     processes = math.prod(group.size() for group in groups)
     key = public_key(call, columns) or key_of(operands, (signature, processes, columns))
@@ -139,6 +137,34 @@ def run_if_possible(signature: ShardSignature, operands: Operands, call: Sharded
             else PeerLaunches(signature, operands, columns, with_gradient),
         )  # fmt: skip
     return run(operands, groups)
+
+
+def launches_of_chunk(
+    signature: ShardSignature, operands: Operands, processes: int, with_gradient: bool
+) -> CollectiveLaunches | None:
+    """The kept launches of a chunk of the logits of a head; None where it takes the general way.
+
+    Args:
+        signature, operands: Those of the chunk.
+        processes: Number of processes.
+        with_gradient: True where `backward` of the launches follows, which autograd does not see.
+    """
+    if _why_general(signature, operands) or not _merges(signature, operands):
+        return None
+    if signature.loss is not None and abs(signature.loss.ignore_index) > MOST_EXACT_INDEX:
+        return None
+    key = key_of(operands, (signature, processes, "chunk", with_gradient))
+    found = PREPARED_CALLS.get(key)
+    if found is None:
+        launches = CollectiveLaunches(signature, operands, processes, with_gradient)
+        found = keep(PREPARED_CALLS, key, launches)
+    return found
+
+
+def _merges(signature: ShardSignature, operands: Operands) -> bool:
+    """True where a kernel can merge gathered states: it has no smoothing with weights, and none with a softcap."""
+    merges = not signature.smoothed or (operands.weight is None and signature.options.softcap is None)
+    return merges and backend_for(operands.x) is not None
 
 
 def _why_general(signature: ShardSignature, operands: Operands) -> str:

@@ -16,18 +16,27 @@ from .shards import Operands, ShardSignature, to_local_columns
 Tensor = torch.Tensor
 
 
+NUMBERS = ("y", "lse", "entropy", "spread")
+"""Names of the results of `General.forward`, as `statistics` describes them."""
+
+
 def statistics(signature: ShardSignature, operands: Operands, groups: tuple[Any, ...]) -> dict[str, Any]:
     """The log-probability "y", "lse", "entropy" and "spread" of every row, in the accumulator's dtype, with a gradient.
 
     entropy is None unless it is among the outputs, and spread unless the loss has label smoothing.  spread is
     weight_sum * lse - sum(weight * z), the part of a smoothed loss that belongs to all classes.
     """
+    way = general_way(signature, operands)
+    return dict(zip(NUMBERS, Rows.apply(operands.x, way, operands, groups), strict=True))
+
+
+def general_way(signature: ShardSignature, operands: Operands) -> General:
+    """The way to `statistics` of these tensors."""
     weight = operands.weight
     weight_sum: Any = signature.shards.total
     if weight is not None and signature.smoothed:
         weight_sum = weight.sum(dtype=torch.float64)
-    way = General(signature, runs_kernels(Shard.of(signature, operands, operands.target)), weight_sum)
-    return dict(zip(("y", "lse", "entropy", "spread"), Rows.apply(operands.x, way, operands, groups), strict=True))
+    return General(signature, runs_kernels(Shard.of(signature, operands, operands.target)), weight_sum)
 
 
 class General(NamedTuple):
@@ -64,12 +73,12 @@ class General(NamedTuple):
         assert l is not None
         return tuple(found), Saved(operands.mask, None, operands.weight, m, l, found[2], target)
 
-    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...]) -> Tensor:
-        """The gradient with respect to x, from the gradients of the results."""
+    def backward(self, x: Tensor, saved: Saved, dys: tuple[Tensor | None, ...], out: Tensor | None = None) -> Tensor:
+        """The gradient with respect to x, from the gradients of the results; kernels write it to `out`."""
         (dy, dlse, dentropy, dspread), target = dys, saved.local_target
         dy = torch.zeros_like(saved.m) if dy is None else dy.masked_fill(self._no_class(target), 0.0)
         shard = Shard.of(self.signature, Operands(x, saved.mask, None, saved.weight), target)
-        return gradient(shard, self.kernels, saved, (dy, dlse, dentropy, dspread), self.weight_sum)
+        return gradient(shard, self.kernels, saved, (dy, dlse, dentropy, dspread), self.weight_sum, out)
 
     def _no_class(self, target: Tensor) -> Tensor:
         """True for the rows whose target, counted from the first local column, is no column of any process."""

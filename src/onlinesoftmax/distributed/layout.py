@@ -133,21 +133,22 @@ class MeshLayout(NamedTuple):
             Partial() if placement.is_shard() and mine.is_replicate() else mine
             for placement, mine in zip(self.placements, wanted, strict=True)
         )
-        return self._local(name, t, wanted, to)
+        return self.local(name, t, wanted, to)
 
     def per_row(self, name: str, t: Tensor) -> Tensor:
         """The local part of a tensor with one value per row.  Arguments as for `operand`."""
         placements = self._row_placements(False)
-        return self._local(name, t, placements, placements)
+        return self.local(name, t, placements, placements)
 
     def whole(self, name: str, t: Any) -> Any:
         """The whole tensor, or None.  Arguments as for `operand`."""
         if not isinstance(t, Tensor):
             return t
         copies = (Replicate(),) * self.mesh.ndim
-        return self._local(name, t, copies, copies)
+        return self.local(name, t, copies, copies)
 
-    def _local(self, name: str, t: Tensor, placements: tuple[Any, ...], gradient: tuple[Any, ...]) -> Tensor:
+    def local(self, name: str, t: Tensor, placements: tuple[Any, ...], gradient: tuple[Any, ...]) -> Tensor:
+        """The local part of a tensor with these placements, whose gradient has the placements `gradient`."""
         if not isinstance(t, DTensor):
             t = DTensor.from_local(t, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         elif t.device_mesh != self.mesh:
@@ -182,24 +183,25 @@ class MeshLayout(NamedTuple):
         return seen.reshape(*seen.shape, *(1 for _ in shape[dim + 1 :]))
 
 
-def layout_of(name: str, x: Any, dims: tuple[int, ...]) -> MeshLayout:
+def layout_of(name: str, x: Any, dims: tuple[int, ...], argument: str = "input") -> MeshLayout:
     """The layout of x, with the placement Replicate for each Partial.  Nothing is exchanged.
 
     Args:
         name: Name of the public function, for errors.
         x: A DTensor.
         dims: The dimensions that the operation reduces or normalises, counted from 0.
+        argument: Name of the argument x, for errors.
 
     Raises:
         NotImplementedError: a placement is not Shard, Replicate or Partial.
         RuntimeError: this process is not part of the mesh.
     """
     if x.device_mesh.get_coordinate() is None:
-        raise RuntimeError(f"{name}(): this process is not part of the mesh {x.device_mesh} of the input")
+        raise RuntimeError(f"{name}(): this process is not part of the mesh {x.device_mesh} of {argument}")
     placements = tuple(Replicate() if placement.is_partial() else placement for placement in x.placements)
     for placement in placements:
         if not placement.is_shard() and not placement.is_replicate():
-            raise NotImplementedError(f"{name}(): input has the placement {placement}; redistribute() it to Shard")
+            raise NotImplementedError(f"{name}(): {argument} has the placement {placement}; redistribute() it to Shard")
     return MeshLayout(x.device_mesh, placements, tuple(x.shape), dims)
 
 
@@ -208,7 +210,9 @@ def without_partial_sums(x: Any, layout: MeshLayout) -> Any:
     return x if layout.placements == tuple(x.placements) else x.redistribute(placements=layout.placements)
 
 
-def compare(name: str, x: Any, layout: MeshLayout, arguments: dict[str, Any], over_rows: bool = False) -> None:
+def compare(
+    name: str, x: Any, layout: MeshLayout, arguments: dict[str, Any], over_rows: bool = False, argument: str = "input"
+) -> None:
     """Compare a call with those of the other processes of the mesh, if it exchanges something.
 
     Processes on several hosts do not compare their calls, because a collective would wait for their GPUs.
@@ -219,6 +223,7 @@ def compare(name: str, x: Any, layout: MeshLayout, arguments: dict[str, Any], ov
         layout: Its layout.
         arguments: All other arguments by name.
         over_rows: True where the result is reduced over all rows.
+        argument: Name of the argument x.
 
     Raises:
         ValueError: the processes make different calls, or the local part of a process does not have the shape that
@@ -233,12 +238,12 @@ def compare(name: str, x: Any, layout: MeshLayout, arguments: dict[str, Any], ov
     groups = [mesh.get_group(i) for i in range(mesh.ndim)]
     if not connected_by_sockets(groups, local.device):
         return
-    given = tuple(_described({"input": x, **arguments}.items()))
+    given = tuple(_described({argument: x, **arguments}.items()))
     fits = numbers_of_all(_announced(name, given), local.shape == layout.box[0], groups, local.device)
     if not all(fits):
         ranks = [rank for rank, fit in enumerate(fits) if not fit]
         raise ValueError(
-            f"{name}(): the input has shape {layout.shape} and placements {placements}, and the local tensors of the "
+            f"{name}(): {argument} has shape {layout.shape} and placements {placements}, and the local tensors of the "
             f"processes {ranks} have other shapes than these give; here it is {tuple(local.shape)}"
         )
 

@@ -174,7 +174,7 @@ def _scores(shard: Shard) -> Tensor:
 
 def gradient(
     shard: Shard, kernels: bool, saved: Saved, dys: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    weight_sum: Any,
+    weight_sum: Any, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """The gradient with respect to the local logits.
 
@@ -192,6 +192,7 @@ def gradient(
         dys: Incoming gradients of logprob, lse, entropy and `weight_sum * lse - sum(weight * z)`, with one value per
             row.  That of logprob is zeros where it is absent, the others are None.
         weight_sum: Sum of the weights of all classes; the number of classes if no weights are given.
+        out: Tensor to which kernels write the gradient; None for a new one.
     """
     dy, dlse, dentropy, dspread = dys
     assert shard.target is not None
@@ -205,7 +206,7 @@ def gradient(
         given |= {"entropy": saved.entropy, "dentropy": dentropy}
     if not kernels or (dspread is not None and shard.options.softcap is not None):
         return _gradient_by_pytorch(shard, given, dspread)
-    dx = _gradient_by_kernel(shard, given)
+    dx = _gradient_by_kernel(shard, given, out)
     if dspread is None:
         return dx
     # The kernel does not know the term -dspread * weight: in place, so that nothing of the size of the shard is made.
@@ -223,10 +224,10 @@ def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
     return _gradient_by_kernel(shard, given)
 
 
-def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor]) -> Tensor:
+def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
     """The gradient with respect to the local logits, from these operands with one value per row."""
     operands = {name: t.contiguous() for name, t in given.items()}
-    (dx,) = launch(call_of(_BACKWARD, shard, operands), ("y",))
+    (dx,) = launch(call_of(_BACKWARD, shard, operands)._replace(out=out), ("y",))
     return dx
 
 

@@ -63,7 +63,7 @@ def cross_entropy(
     if found is not None and not row_groups:
         return found[0]
     if found is None:
-        rows = _loss_rows(statistics(signature, operands, call.groups), target, weight, loss, shards)
+        rows = loss_rows(statistics(signature, operands, call.groups), target, weight, loss, shards)
     else:
         rows = found[0]
     return reduced(rows, target, weight, loss, row_groups).to(dtype)
@@ -82,7 +82,7 @@ def weight_of_mean(
     return scaled(weight, sums[0], sums[1])
 
 
-def _loss_rows(numbers: Mapping[str, Any], target: Tensor, weight: Tensor | None, loss: Loss, shards: Shards) -> Tensor:
+def loss_rows(numbers: Mapping[str, Any], target: Tensor, weight: Tensor | None, loss: Loss, shards: Shards) -> Tensor:
     """The loss of each row: 0 where it is ignored, NaN where its target is no class."""
     logprob, lse, spread = numbers["y"], numbers["lse"], numbers["spread"]
     own: Any = 1 - loss.smoothing

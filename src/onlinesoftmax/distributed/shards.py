@@ -177,11 +177,20 @@ def shards_of(
         if key and not any(isinstance(argument, Tensor) for argument in key[1]):
             keep(ANNOUNCEMENTS, key, (announcement, dim))
         return agreed(announcement, x, dim, group)
+    return checked_shards(name, given, x.shape[dim])
+
+
+def checked_shards(name: str, given: Any, cols: int) -> Shards:
+    """The argument `shards` of a public function whose local tensor has so many columns.
+
+    Raises:
+        TypeError, ValueError: as for `shards_of`.
+    """
     if not isinstance(given, Shards):
         raise TypeError(f"{name}(): argument 'shards' must be Shards, not {type(given).__name__}")
-    if given.cols != x.shape[dim] or not 0 <= given.first <= given.first + given.cols <= given.total:
+    if given.cols != cols or not 0 <= given.first <= given.first + given.cols <= given.total:
         raise ValueError(
-            f"{name}(): {given} does not fit a local tensor with {x.shape[dim]} columns: cols must be their number, "
+            f"{name}(): {given} does not fit a local tensor with {cols} columns: cols must be their number, "
             "first at least 0, and first + cols at most total"
         )
     return given

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..core.annotations import Reduction
+from ..core.arrays import is_dtensor
 from ..core.call import TokenLogprobs
 from ..kernels.registry import needing
 
@@ -77,7 +78,7 @@ def linear_cross_entropy(
         >>> linear_cross_entropy(x, w, target)
         tensor(0.2395)
     """
-    run = _implementation()
+    run = _implementation(input, linear_weight)
     numbers = reduction, ignore_index, label_smoothing, z_loss, scale, softcap
     tensors = input, linear_weight, target, linear_bias
     return run.cross_entropy(tensors, numbers, weight, token_weight, dtype, return_stats, memory, acc_dtype)
@@ -111,7 +112,7 @@ def linear_token_logprobs(
         >>> linear_token_logprobs(x, w, torch.tensor([0, 2])).logprob
         tensor([-0.2395, -2.2395])
     """
-    run = _implementation()
+    run = _implementation(input, linear_weight)
     tensors = input, linear_weight, target, linear_bias
     found: TokenLogprobs = run.token_logprobs(tensors, ignore_index, scale, softcap, memory)
     return found
@@ -152,16 +153,20 @@ def linear_token_loss(
         >>> linear_token_loss(x, w, torch.tensor([0, 2]), lambda logprob, entropy, lse, a: -a * logprob, advantage)
         tensor(-1.)
     """
-    run = _implementation()
+    run = _implementation(input, linear_weight)
     tensors = input, linear_weight, target, linear_bias
     numbers = reduction, ignore_index, scale, softcap
     found: Tensor = run.token_loss(tensors, loss, per_token, numbers, memory, acc_dtype=acc_dtype)
     return found
 
 
-def _implementation() -> Any:
-    """The module that computes the functions, which imports torch."""
+def _implementation(*tensors: Any) -> Any:
+    """The module that computes the functions of these tensors, which imports torch."""
     with needing("torch", "the head without logits"):
+        if any(is_dtensor(type(t)) for t in tensors):
+            from ..distributed.linear import dtensor
+
+            return dtensor
         from . import run
 
         return run

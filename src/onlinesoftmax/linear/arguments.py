@@ -38,7 +38,23 @@ class Head(NamedTuple):
 def checked_head(
     name: str, input: Any, linear_weight: Any, target: Any, linear_bias: Any, soft: bool, part: bool = False
 ) -> Head:
-    """The tensors of a head, in the dtype of autocast where it is active.
+    """The tensors of a head, in the dtype of autocast where it is active; arguments as for `check_head`."""
+    check_tensors(name, input, linear_weight, target, linear_bias)
+    probabilities = check_head(name, input, linear_weight, target, linear_bias, soft, part)
+    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
+    for argument, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if t is not None and t.dtype != input.dtype:
+            raise RuntimeError(f"{name}(): {argument} has the dtype {t.dtype}, and input {input.dtype}")
+    flat = target.reshape(-1, len(linear_weight)) if probabilities else target.reshape(-1)
+    rows = input.reshape(-1, input.shape[-1])
+    return Head(rows, linear_weight, linear_bias, flat.contiguous(), tuple(input.shape[:-1]))
+
+
+def check_head(
+    name: str, input: Tensor, linear_weight: Tensor, target: Tensor, linear_bias: Tensor | None, soft: bool,
+    part: bool = False,
+) -> bool:  # fmt: skip
+    """Check the shapes of the tensors of a head, and return whether the target holds class probabilities.
 
     Args:
         name: Name of the public function, for errors.
@@ -47,15 +63,6 @@ def checked_head(
         part: True where other processes have classes, so that this one may have none.
     """
     caller = f"{name}()"
-    given = {"input": input, "linear_weight": linear_weight, "target": target}
-    given |= {} if linear_bias is None else {"linear_bias": linear_bias}
-    for argument, t in given.items():
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{caller}: argument '{argument}' must be Tensor, not {type(t).__name__}")
-        if type(t).__name__ == "DTensor":
-            raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take")
-        if t.device != input.device:
-            raise RuntimeError(f"{caller}: {argument} is on {t.device}, and input on {input.device}")
     if str(input.dtype).removeprefix("torch.") not in ITEMSIZE:
         raise RuntimeError(f"{caller}: input must be floating point, got {input.dtype}")
     if not input.dim() or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -75,22 +82,34 @@ def checked_head(
     wanted = (*shape, classes) if probabilities else shape
     if target.shape != wanted:
         raise ValueError(f"{caller}: target has shape {tuple(target.shape)}, and must have {tuple(wanted)}")
-    input, linear_weight, linear_bias = _autocast(input, linear_weight, linear_bias)
-    for argument, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if t is not None and t.dtype != input.dtype:
-            raise RuntimeError(f"{caller}: {argument} has the dtype {t.dtype}, and input {input.dtype}")
-    rows = input.reshape(-1, input.shape[-1])
-    flat = target.reshape(-1, classes) if probabilities else target.reshape(-1)
-    return Head(rows, linear_weight, linear_bias, flat.contiguous(), tuple(shape))
+    return probabilities
+
+
+def check_tensors(
+    name: str, input: Any, linear_weight: Any, target: Any, linear_bias: Any, dtensors: bool = False
+) -> None:
+    """Check that the arguments of a head are tensors on one device, and DTensors only where the caller takes them."""
+    given = {"input": input, "linear_weight": linear_weight, "target": target}
+    given |= {} if linear_bias is None else {"linear_bias": linear_bias}
+    for argument, t in given.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}")
+        if type(t).__name__ == "DTensor" and not dtensors:
+            raise TypeError(f"{name}(): {argument} is a DTensor here; pass its to_local()")
+        if t.device != input.device:
+            raise RuntimeError(f"{name}(): {argument} is on {t.device}, and input on {input.device}")
 
 
 def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """The tensors as torch.nn.functional.linear would take them under autocast."""
-    kind = tensors[0].device.type  # type: ignore[union-attr]  # the input is a tensor
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple([t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors])
+    return tuple([t if t is None else t.to(autocast_dtype(t)) for t in tensors])
+
+
+def autocast_dtype(t: Tensor) -> torch.dtype:
+    """The dtype in which torch.nn.functional.linear takes a tensor."""
+    kind = t.device.type
+    casts = torch.is_autocast_enabled(kind) and t.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if casts else t.dtype
 
 
 def checked_options_of(name: str, scale: Any, softcap: Any, head: Head | None = None) -> Any:
@@ -143,11 +162,17 @@ def checked_acc_dtype(name: str, acc_dtype: Any, dtype: torch.dtype) -> torch.dt
 
 def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:
     """A tensor with one number for each token, flat."""
+    check_per_token(name, argument, t, head.shape, head.input.device)
+    found: Tensor = t.reshape(-1)
+    return found
+
+
+def check_per_token(name: str, argument: str, t: Any, shape: tuple[int, ...], device: torch.device) -> None:
+    """Check a tensor with one number for each token of this shape."""
     if not isinstance(t, Tensor):
         raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}")
-    if tuple(t.shape) != head.shape:
-        raise ValueError(f"{name}(): {argument} has shape {tuple(t.shape)}, and must have {head.shape}")
-    if t.device != head.input.device:
-        raise RuntimeError(f"{name}(): {argument} is on {t.device}, and input on {head.input.device}")
+    if tuple(t.shape) != tuple(shape):
+        raise ValueError(f"{name}(): {argument} has shape {tuple(t.shape)}, and must have {tuple(shape)}")
+    if t.device != device:
+        raise RuntimeError(f"{name}(): {argument} is on {t.device}, and input on {device}")
     check_constant(f"{name}()", argument, t, NOT_COMPUTED)
-    return t.reshape(-1)

@@ -93,6 +93,7 @@ class LinearProblem(NamedTuple):
         cuts: The plans that may cut the logits, where they do not fit: "tokens" needs whole rows in a chunk, "columns"
             needs statistics that merge.
         in_place: True where chunks of tokens add up the gradient of the weight in its own memory and dtype.
+        travels: True where the gradient of the input is added up over processes, in a float32 buffer.
     """
 
     tokens: int
@@ -105,6 +106,7 @@ class LinearProblem(NamedTuple):
     of_weight: bool
     cuts: tuple[str, ...]
     in_place: bool = False
+    travels: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -129,7 +131,8 @@ class LinearProblem(NamedTuple):
     @property
     def input_sum_bytes(self) -> int:
         """Bytes of the float32 sum of the input's gradient; none where the gradient is the sum itself."""
-        return 4 * self.tokens * self.hidden * (self.itemsize < 4 and self.of_input)
+        own = 4 * self.hidden * (self.itemsize < 4 and self.of_input)
+        return self.tokens * max(own, self.travel_bytes)
 
     @property
     def copied_bytes(self) -> int:
@@ -143,6 +146,11 @@ class LinearProblem(NamedTuple):
         It is rounded once by itself, but in float16 it can be infinite before the divisor of a mean comes.
         """
         return self.dtype == "float16" and not self.keeps
+
+    @property
+    def travel_bytes(self) -> int:
+        """Bytes of the gradient of the input of one token, as it travels."""
+        return self.hidden * max(self.itemsize, 4) * (self.travels and self.of_input)
 
     @property
     def keeps(self) -> bool:
@@ -185,7 +193,7 @@ FUNCTIONS = {
 
 def problem_of(
     function: str, sizes: tuple[int, int, int], dtype: str, wanted: tuple[bool, bool, bool], each: bool = False,
-    whole_rows: bool = False, in_place: bool = False,
+    whole_rows: bool = False, in_place: bool = False, travels: bool = False,
 ) -> LinearProblem:  # fmt: skip
     """The problem of a call.
 
@@ -196,12 +204,12 @@ def problem_of(
         wanted: True for each gradient that is wanted: of input, weight and bias.
         each: True where the result is a loss of each token, whose gradient waits for the backward pass.
         whole_rows: True where the result of a token needs the whole row of its logits.
-        in_place: As in LinearProblem.
+        in_place, travels: As in LinearProblem.
     """
     declared, recorded = FUNCTIONS[function], any(wanted)
     waits = recorded and (declared.waits or each)
     cuts = ("tokens",) if whole_rows else declared.cuts
-    return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place)
+    return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place, travels)
 
 
 def plan_of(problem: LinearProblem, memory: int | None) -> LinearPlan:
@@ -262,10 +270,10 @@ def _room(problem: LinearProblem, memory: int | None, summed: bool) -> int:
 
 def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
     summed = problem.sums_one_product
-    copied = problem.tokens * problem.copied_bytes
-    room, taken = _room(problem, memory, summed), problem.logits_bytes + copied
+    travels, taken = problem.tokens * problem.travel_bytes, problem.logits_bytes + problem.tokens * problem.copied_bytes
+    room = _room(problem, memory, summed) - (0 if memory is None else travels)
     products = problem.products + (problem.waits and not problem.keeps)
-    needed = taken + problem.weight_sum_bytes * summed
+    needed = taken + travels + problem.weight_sum_bytes * summed
     reason = f"the logits of all tokens take {size(problem.logits_bytes)}"
     plan = LinearPlan("stored", max(problem.tokens, 1), 1, products, needed, problem.keeps, f"{reason}, which fit")
     return Candidate("stored", plan, "" if taken <= room else f"{reason}, and the limit is {size(max(room, 0))}")
@@ -275,7 +283,7 @@ def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
     if "tokens" not in problem.cuts:
         return Candidate("tokens", None, "columns give the gradient of the weight without a float32 sum")
     tokens = max(problem.tokens, 1)
-    token_bytes = max(problem.classes * problem.itemsize + problem.copied_bytes, 1)
+    token_bytes = max(problem.classes * problem.itemsize + problem.copied_bytes + problem.travel_bytes, 1)
     fits = _room(problem, memory, True) // token_bytes
     if fits < 1:
         beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""

@@ -260,7 +260,8 @@ def plan_for(
     x, weight = head.input, head.weight
     classes = len(weight) if sharing is None else sharing.largest
     sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
-    return plan_of(problem_of(name, sizes, dtype, wanted_of(head), each, whole_rows, in_place), memory)
+    problem = problem_of(name, sizes, dtype, wanted_of(head), each, whole_rows, in_place, sharing is not None)
+    return plan_of(problem, memory)
 
 
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
