@@ -35,14 +35,14 @@ def head(dtype: Any = "float64", tokens: tuple[int, ...] = TOKENS, classes: int 
     return {**{name: jnp.asarray(t, dtype) for name, t in arrays.items()}, "target": jnp.asarray(target)}
 
 
-def scores(a: dict[str, Any], scale: float = 1.0, softcap: float | None = None) -> Any:
-    z = (a["x"] @ a["w"].T + a["b"]) * scale
+def scores(a: dict[str, Any], scale: Any = 1.0, softcap: float | None = None) -> Any:
+    z = (a["x"] @ a["w"].T + a["b"]) * (scale if isinstance(scale, float) else scale[..., None])
     return z if softcap is None else softcap * jnp.tanh(z / softcap)
 
 
 def expected(
     a: dict[str, Any], *, reduction: str = "mean", label_smoothing: float = 0.0, z_loss: float = 0.0,
-    weight: Any = None, token_weight: Any = None, scale: float = 1.0, softcap: float | None = None,
+    weight: Any = None, token_weight: Any = None, scale: Any = 1.0, softcap: float | None = None,
 ) -> Any:  # fmt: skip
     """The loss on all logits."""
     z, target = scores(a, scale, softcap), a["target"]

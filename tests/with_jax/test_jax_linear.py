@@ -38,9 +38,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "z_loss": {"z_loss": 0.01, "scale": 0.7},
     "smoothing": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "scale": -1.3},
+    "scale": {"scale": np.linspace(-1, 2, 15).reshape(TOKENS), "softcap": 3.0},
     "weight": {"weight": np.arange(1.0, 12.0), "token_weight": np.arange(15.0).reshape(TOKENS)},
     "everything": {
-        "label_smoothing": 0.2, "z_loss": 0.02, "softcap": 4.0, "weight": np.arange(1.0, 12.0) / 11,
+        "label_smoothing": 0.2, "z_loss": 0.02, "softcap": 4.0, "scale": np.linspace(2, -1, 15).reshape(TOKENS),
+        "weight": np.arange(1.0, 12.0) / 11,
         "token_weight": np.arange(15.0).reshape(TOKENS),
     },
 }  # fmt: skip
@@ -48,9 +50,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 CASES = [
     ("stored", "mean", "plain"), ("stored", "mean", "smoothing"), ("stored", "none", "plain"),
-    ("stored", "none", "everything"), ("tokens", "mean", "z_loss"), ("tokens", "mean", "weight"),
+    ("stored", "none", "everything"), ("tokens", "mean", "z_loss"), ("tokens", "mean", "scale"),
+    ("tokens", "mean", "weight"),
     ("tokens", "mean", "probabilities"), ("tokens", "sum", "everything"), ("tokens", "none", "smoothing"),
-    ("columns", "mean", "plain"), ("columns", "none", "z_loss"),
+    ("columns", "mean", "plain"), ("columns", "none", "z_loss"), ("columns", "none", "scale"),
 ]  # fmt: skip
 """A plan, a reduction and options."""
 
@@ -199,13 +202,14 @@ def in_float64(a: dict[str, Any]) -> Any:
 
 
 def test_the_gradient_of_the_weight_is_rounded_once() -> None:
-    """In bfloat16, 32 chunks have the error of one product."""
+    """In bfloat16, 32 chunks have the error of one product; with acc_dtype they are rounded 32 times."""
     a = head("bfloat16", (64,), 23)
-    exact, errors = in_float64(a), []
-    for memory in (None, 2 * 23 * 2 + 23 * 7 * 4):
-        found = jax.jit(partial(with_gradients, partial(ours_of, memory=memory), names="w"))(a)[1]
+    exact, errors, two = in_float64(a), [], 2 * 23 * 2
+    for options in ({}, {"memory": two + 23 * 7 * 4}, {"memory": two, "acc_dtype": "bfloat16"}):
+        found = jax.jit(partial(with_gradients, partial(ours_of, **options), names="w"))(a)[1]
         errors.append(np.abs(np.asarray(found["w"], "float64") - exact["w"]).max())
     assert errors[1] <= errors[0] + np.abs(exact["w"]).max() * 2.0**-9
+    assert errors[1] < errors[2] < 32 * errors[0]
 
 
 def test_a_mean_in_float16_keeps_small_gradients() -> None:

@@ -12,7 +12,7 @@ from functools import partial
 import jax.numpy as jnp
 
 from ..core.arrays import Array, accumulator
-from ..core.options import softcap_slope
+from ..core.options import ScoreOptions, softcap_slope
 from ..kernels.pallas.loss_formulas import GRADIENTS
 from ..ops import OPERATIONS
 from .eager import FORMULAS, FUNCTIONS, MASKED, filled, masked, results_of, scores, scores_at
@@ -83,15 +83,24 @@ def in_two_passes(run: Run, call: Signature, operands: Mapping[str, Array]) -> V
     if call.options.mask is not None:
         # A row that the mask leaves without a class counts for nothing.
         dy = jnp.where(results["l"] == 0, 0, dy)
-    backward = call._replace(name=OPERATIONS[call.name].gradient_name, outputs=("y",), factor=float(call.options.scale))
+    scale = call.options.scale
+    factor = scale if isinstance(scale, float) else 1.0
+    backward = call._replace(name=OPERATIONS[call.name].gradient_name, outputs=("y",), factor=factor)
     given = {**rest, "m": results["m"], "l": results["l"], "dy": dy.astype(results["l"].dtype)}
     y = run(backward, given)["y"]
-    if call.options.softcap is not None:
-        wide = accumulator(x)
-        slope = softcap_slope(FUNCTIONS, x.astype(wide), filled(call.options, x, arrays))
-        # A row that counts for nothing may hold NaN.
-        y = masked(jnp.where(y == 0, 0, y.astype(wide) * slope), arrays).astype(x.dtype)
+    y = masked(times_slope(call.options, x, y, arrays), arrays)
     return {name: y if name == "y" else results[name] for name in call.outputs}
+
+
+def times_slope(options: ScoreOptions, x: Array, y: Array, arrays: Mapping[str, Array]) -> Array:
+    """The gradient in x from that in the scores, by which a scale that is a number is multiplied already."""
+    if options.softcap is None and isinstance(options.scale, float):
+        return y
+    wide, given = accumulator(x), filled(options, x, arrays)
+    slope = softcap_slope(FUNCTIONS, x.astype(wide), given)
+    slope = slope if isinstance(options.scale, float) else slope * given.scale
+    # A row that counts for nothing may hold NaN.
+    return jnp.where(y == 0, 0, y.astype(wide) * slope).astype(x.dtype)
 
 
 def states(run: Run, call: Signature, operands: Mapping[str, Array]) -> RowStates:

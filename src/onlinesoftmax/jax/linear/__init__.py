@@ -24,9 +24,9 @@ __all__ = ["linear_cross_entropy", "linear_token_logprobs", "linear_token_loss"]
 def linear_cross_entropy(
     input: ArrayLike, linear_weight: ArrayLike, target: ArrayLike, *, linear_bias: ArrayLike | None = None,
     weight: ArrayLike | None = None, reduction: Reduction = "mean", ignore_index: int = -100,
-    label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float | ArrayLike = 1.0, softcap: float | None = None,
     token_weight: ArrayLike | None = None, dtype: Any = None, return_stats: bool = False, memory: int | None = None,
-    axis_name: AxisName = None,
+    acc_dtype: Any = None, axis_name: AxisName = None,
 ) -> Any:  # fmt: skip
     """Cross-entropy of the logits input · linear_weightᵀ + linear_bias, which never exist all at a time.
 
@@ -50,7 +50,8 @@ def linear_cross_entropy(
         ignore_index: Target of tokens that count for nothing, whatever their input holds.
         label_smoothing: Part of the target, from 0 to 1, that is spread over all classes.
         z_loss: Factor of lse², which is added to the loss of each token.
-        scale: Factor of the logits.
+        scale: Factor of the logits, an inverse temperature: a number, or a floating-point array without a gradient,
+            with one number or one for each token, of the shape (...).
         softcap: Soft bound on their magnitude, softcap * tanh(scale * logits / softcap).
         token_weight: Factor of the loss of each token, of the shape (...), without a gradient.  The divisor of a mean
             does not contain it.
@@ -61,6 +62,8 @@ def linear_cross_entropy(
             take at most 1.1 GB and as much as a float32 gradient of the weight.  It is checked for whole arrays; a
             device that holds a part of them plans for its part.  A kernel writes the gradient of a chunk beside its
             logits, which takes as much again.
+        acc_dtype: Dtype in which chunks of tokens add up the gradient of the weight: float32 by default (float64 in
+            float64).  The dtype of a bfloat16 weight takes no buffer, and rounds the sum after each chunk.
         axis_name: Inside `jax.shard_map`, the name of the mesh axis along which the classes are sharded, or a tuple of
             names; None for all classes.  linear_weight, linear_bias, weight and class probabilities are then the parts
             of one device, and the parts of all devices are equally large.  Classes as targets count those of all
@@ -90,14 +93,14 @@ def linear_cross_entropy(
          [ 0.11  0.  ]]
     """
     arrays, numbers = (input, linear_weight, target, linear_bias), (reduction, ignore_index, label_smoothing, z_loss)
-    weights, how = (weight, token_weight), (memory, axis_name)
+    weights, how = (weight, token_weight), (memory, acc_dtype, axis_name)
     return run.cross_entropy(arrays, (scale, softcap), numbers, weights, dtype, return_stats, how)
 
 
 def linear_token_logprobs(
     input: ArrayLike, linear_weight: ArrayLike, target: ArrayLike, *, linear_bias: ArrayLike | None = None,
-    ignore_index: int | None = None, scale: float = 1.0, softcap: float | None = None, memory: int | None = None,
-    axis_name: AxisName = None,
+    ignore_index: int | None = None, scale: float | ArrayLike = 1.0, softcap: float | None = None,
+    memory: int | None = None, axis_name: AxisName = None,
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probability of each target, entropy and logsumexp of each token, without all logits at a time.
 
@@ -123,13 +126,14 @@ def linear_token_logprobs(
         [-0.2395 -2.2395]
     """
     arrays = input, linear_weight, target, linear_bias
-    return run.token_logprobs(arrays, ignore_index, (scale, softcap), (memory, axis_name))
+    return run.token_logprobs(arrays, ignore_index, (scale, softcap), (memory, None, axis_name))
 
 
 def linear_token_loss(
     input: ArrayLike, linear_weight: ArrayLike, target: ArrayLike, loss: Callable[..., ArrayLike],
     *per_token: ArrayLike, linear_bias: ArrayLike | None = None, reduction: str = "mean", ignore_index: int = -100,
-    scale: float = 1.0, softcap: float | None = None, memory: int | None = None, axis_name: AxisName = None,
+    scale: float | ArrayLike = 1.0, softcap: float | None = None, memory: int | None = None,
+    acc_dtype: Any = None, axis_name: AxisName = None,
 ) -> Array:  # fmt: skip
     """A loss of the log-probability, entropy and logsumexp of each token, with its gradients in the forward pass.
 
@@ -137,8 +141,8 @@ def linear_token_loss(
     PPO's or GRPO's costs three products, where `linear_token_logprobs` without stored logits costs four.
 
     Args:
-        input, linear_weight, target, linear_bias, scale, softcap, memory, axis_name: As for `linear_cross_entropy`,
-            with classes as targets.
+        input, linear_weight, target, linear_bias, scale, softcap, memory, acc_dtype, axis_name: As for
+            `linear_cross_entropy`, with classes as targets.
         loss: Function `loss(logprob, entropy, lse, *per_token)` of the numbers of one token, float32 scalars, that
             returns the loss of the token.  Arrays that it closes over have no gradient.
         per_token: Arrays with a number for each token, of the shape (...), without gradients: old log-probabilities,
@@ -160,5 +164,5 @@ def linear_token_loss(
         >>> print(linear_token_loss(x, w, jnp.array([0, 2]), lambda logprob, entropy, lse, a: -a * logprob, advantage))
         -1.0
     """
-    arrays = input, linear_weight, target, linear_bias
-    return run.token_loss(arrays, loss, per_token, (reduction, ignore_index), (scale, softcap), (memory, axis_name))
+    arrays, how = (input, linear_weight, target, linear_bias), (memory, acc_dtype, axis_name)
+    return run.token_loss(arrays, loss, per_token, (reduction, ignore_index), (scale, softcap), how)

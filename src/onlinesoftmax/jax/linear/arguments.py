@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...core.arrays import Array, array_kind
-from ...core.options import ScoreOptions, check_softcap, is_number
+from ...core.arrays import Array, accumulator, array_kind
+from ...core.options import ARRAY, ScoreOptions, check_softcap, is_number
 from .. import array_types
 from ..exchange import checked_names, devices, signed
 from ..prepare import check_no_list
@@ -28,6 +29,8 @@ class Head(NamedTuple):
         weight: (classes, hidden).
         bias: (classes,), or None.
         target: Target of each token as a signed integer; or a probability of each class.
+        options: Scale and softcap; ARRAY stands for a scale of each token.
+        scale: The scale of each token; None where it is a number.
         names: Axes of `shard_map` along which the classes are sharded.
     """
 
@@ -35,6 +38,8 @@ class Head(NamedTuple):
     weight: Array
     bias: Array | None
     target: Array
+    options: ScoreOptions
+    scale: Array | None
     names: Names
 
     @property
@@ -53,12 +58,13 @@ class Head(NamedTuple):
         return jnp.where((self.target >= 0) & (self.target < self.classes), self.target, -1).astype(jnp.int32)
 
 
-def checked_head(name: str, arrays: tuple[Any, ...], soft: bool, axis_name: Any) -> Head:
+def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], soft: bool, axis_name: Any) -> Head:
     """The arrays of a head.
 
     Args:
         name: Name of the public function, for errors.
         arrays: Its arguments input, linear_weight, target and linear_bias.
+        options: Its arguments scale and softcap.
         soft: True where the target may hold class probabilities.
         axis_name: Its argument of this name.
     """
@@ -91,7 +97,8 @@ def checked_head(name: str, arrays: tuple[Any, ...], soft: bool, axis_name: Any)
     # JAX adds the gradients up over the axes along which an array does not vary.
     every = frozenset(names).union(*(array_types.varying(t) for t in (x, weight, target)))
     x, weight = (array_types.vary(t, every) for t in (x, weight))
-    return Head(x, weight, None if bias is None else array_types.vary(bias, every), target, names)
+    given, scale = _checked_options(name, *options, x.shape[:-1])
+    return Head(x, weight, None if bias is None else array_types.vary(bias, every), target, given, scale, names)
 
 
 def _array(name: str, argument: str, value: Any) -> Array:
@@ -101,12 +108,17 @@ def _array(name: str, argument: str, value: Any) -> Array:
     return jnp.asarray(value)
 
 
-def checked_options(name: str, scale: Any, softcap: Any) -> ScoreOptions:
-    """The score options, which are numbers."""
-    if not is_number(scale):
-        raise TypeError(f"{name}: scale must be a number, not {type(scale).__name__}")
+def _checked_options(name: str, scale: Any, softcap: Any, shape: tuple[int, ...]) -> tuple[ScoreOptions, Array | None]:
+    """The score options, and the scale of each token where it is an array."""
     check_softcap(name, softcap)
-    return ScoreOptions(float(scale), None if softcap is None else float(softcap))
+    softcap = None if softcap is None else float(softcap)
+    if is_number(scale):
+        return ScoreOptions(float(scale), softcap), None
+    if not hasattr(scale, "dtype") or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise TypeError(f"{name}: scale must be a number or a floating-point array, got {scale!r}")
+    if math.prod(scale.shape) == 1 and scale.shape != shape:
+        scale = jnp.broadcast_to(jnp.asarray(scale).reshape(()), shape)
+    return ScoreOptions(ARRAY, softcap), checked_constant(name, "scale", scale, shape)
 
 
 def checked_integer(name: str, argument: str, value: Any) -> int:
@@ -123,6 +135,17 @@ def checked_memory(name: str, memory: Any) -> int | None:
     found = checked_integer(name, "memory", memory)
     if found <= 0:
         raise ValueError(f"{name}: memory must be a positive number of bytes, got {memory}")
+    return found
+
+
+def checked_acc_dtype(name: str, acc_dtype: Any, x: Array) -> str:
+    """The dtype in which the gradient of a weight is added up; None is float32 or float64."""
+    wide = accumulator(x)
+    found = wide if acc_dtype is None else jnp.dtype(acc_dtype).name
+    if found == "float16":
+        raise ValueError(f"{name}: acc_dtype=float16 would overflow: its largest number is 65504")
+    if found not in (x.dtype.name, wide):
+        raise ValueError(f"{name}: acc_dtype must be {wide} or the dtype of the weight, {x.dtype}, got {found}")
     return found
 
 

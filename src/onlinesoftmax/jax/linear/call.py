@@ -34,13 +34,14 @@ class HeadCall(NamedTuple):
     Attributes:
         kind: Name of the computation in head.py.
         outputs: Names of the results.
-        options: Scale and softcap, which are numbers.
+        options: Scale and softcap; ARRAY stands for a scale of each token.
         numbers: Label smoothing and z_loss, where they are not 0.
         memory: Most bytes of the buffers; None for the usual ones.
         names: Axes of `shard_map` along which the classes are sharded.
         summed: These axes if JAX does not check varying axes: the gradient of a result is then a part on each device.
         loss: The formula of `linear_token_loss` for one token; None elsewhere.
         dtype: Dtype of input, weight and bias.
+        acc_dtype: Dtype in which chunks of tokens add up the gradient of the weight.
         sum_dtype: Dtype of the gradient of the weight, which is wider where it is a sum that is not rounded yet.
     """
 
@@ -53,6 +54,7 @@ class HeadCall(NamedTuple):
     summed: Names = ()
     loss: Any = None
     dtype: str = "float32"
+    acc_dtype: str = "float32"
     sum_dtype: str = "float32"
 
     def number(self, name: str) -> float:
@@ -63,6 +65,11 @@ class HeadCall(NamedTuple):
     def gradients(self) -> tuple[str, ...]:
         """Names of the gradients that are computed."""
         return tuple(name for name in GRADIENTS.values() if name in self.outputs)
+
+    @property
+    def in_place(self) -> bool:
+        """True where the gradient of the weight is added up in its own narrow dtype."""
+        return self.acc_dtype == self.dtype == "bfloat16"
 
 
 class Shards(NamedTuple):
@@ -81,14 +88,16 @@ class Shards(NamedTuple):
 
 def plan_of_losses(call: HeadCall, arrays: Mapping[str, Any]) -> LinearPlan:
     """The plan of losses on arrays, or shapes and dtypes; ValueError where no plan fits into the memory."""
-    return _plan(call, problem_of("linear_cross_entropy", *_sizes(call, arrays), whole_rows=True))
+    return _plan(
+        call, problem_of("linear_cross_entropy", *_sizes(call, arrays), whole_rows=True, in_place=call.in_place)
+    )
 
 
 def takes_columns(call: HeadCall, arrays: Mapping[str, Any], each: bool) -> bool:
     """True where chunks of columns serve a loss best; `each` is True for a loss of each token."""
     everything = call._replace(outputs=tuple(GRADIENTS.values()))
     try:
-        problem = problem_of("linear_cross_entropy", *_sizes(everything, arrays), each=each)
+        problem = problem_of("linear_cross_entropy", *_sizes(everything, arrays), each=each, in_place=call.in_place)
         return _plan(call, problem).name == "columns"
     except ValueError:
         # Fewer gradients may be wanted, and take less; if not, the plan of these says so.

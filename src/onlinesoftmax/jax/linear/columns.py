@@ -38,7 +38,7 @@ def statistics(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
         weight, bias = _slices(arrays, first, size)
         kept["z"] = logits_of(arrays["x"], weight, bias)
         target = _target(arrays, shards.classes, first, size)
-        return _fields(states(run, operation, {"x": kept["z"], "target": target}))
+        return _fields(states(run, operation, {"x": kept["z"], "target": target, **rows.scale_of(arrays)}))
 
     def merge(a: Values, b: Values) -> Values:
         return _fields(joined({name: jnp.stack([a[name], b[name]]) for name in a}))
@@ -60,6 +60,7 @@ def gradient(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values
     nothing = jnp.all(jnp.stack([t == 0 for t in given.values()]), 0)
     # The input of a token without gradients may be NaN, and so may its logits: 0 · NaN would be NaN.
     x = jnp.where(nothing[:, None], 0, arrays["x"])
+    given |= {"scale": arrays["scale"]} if "scale" in arrays else {}
     given |= {name: jnp.where(nothing, fill, arrays[name]) for name, fill in (("m", 0), ("l", 1), ("entropy", 0))}
     classes, chunk = arrays["weight"].shape[0], columns_at_once(call, arrays)
     whole = _all_classes(arrays, shards.classes)

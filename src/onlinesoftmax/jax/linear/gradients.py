@@ -105,17 +105,17 @@ later_factor.defvjp(_later_forward, _later_backward, symbolic_zeros=True)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def log_probabilities(call: HeadCall, inputs: Inputs, target: Array) -> tuple[Array, Array, Array]:
+def log_probabilities(call: HeadCall, inputs: Inputs, rest: Values) -> tuple[Array, Array, Array]:
     """(log-probability, entropy, lse) of each token, each with derivatives."""
-    return _results(bind(call, _arrays(inputs, {"target": target})))
+    return _results(bind(call, _arrays(inputs, rest)))
 
 
 def _results(found: Values) -> tuple[Array, Array, Array]:
     return found["y"], found["entropy"], logsumexp_of(found["m"], found["l"])
 
 
-def _statistics_forward(call: HeadCall, inputs: Any, target: Any) -> Any:
-    inputs, rest, wanted = _opened(inputs, {"target": target})
+def _statistics_forward(call: HeadCall, inputs: Any, rest: Any) -> Any:
+    inputs, rest, wanted = _opened(inputs, rest)
     arrays = _arrays(inputs, rest)
     plan = plan_of_statistics(call._replace(outputs=wanted), arrays)
     outputs = (*call.outputs, "z") if plan.keeps else call.outputs

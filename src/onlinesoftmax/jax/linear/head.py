@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching
 from jax.interpreters import partial_eval as pe
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ...core.arrays import Array, accumulator
+from ...core.arrays import Array
 from .. import array_types, custom_op, partitioning
 from ..shards import Run
 from ..signature import Names, Values
@@ -57,7 +57,7 @@ def _planned(call: HeadCall, arrays: Mapping[str, Array]) -> HeadCall:
         return call._replace(sum_dtype=x.dtype.name)
     # A single product is rounded once by itself; in float16 a sum over all tokens could be infinite.
     one = plan_of_losses(call, arrays).chunks == 1 and x.dtype != jnp.float16
-    return call._replace(sum_dtype=x.dtype.name if one else accumulator(x))
+    return call._replace(sum_dtype=x.dtype.name if one else call.acc_dtype)
 
 
 def _of_device(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:

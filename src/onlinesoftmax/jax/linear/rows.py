@@ -6,6 +6,7 @@ Where the losses are an operation of this library, a kernel may compute them.  X
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from ...core.arrays import Array, accumulator
 from ...core.options import softcap_slope
 from ...core.task import ANY
 from .. import shards
-from ..eager import FUNCTIONS, logsumexp_of, scores
+from ..eager import FUNCTIONS, filled, logsumexp_of, scores
 from ..exchange import RowStates, devices, gathered, local_target, merged
 from ..loss_run import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..plans import outputs_of
@@ -46,17 +47,20 @@ def losses(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) -> tu
         way = _of_weights if "q" in rows or "class_weight" in rows else _of_operation
     found, dz = way(run, call, names, z, rows)
     if any(name in call.outputs for name in STATISTICS):
-        found |= _statistics(run, call, names, z)
+        found |= _statistics(run, call, names, z, scale_of(rows))
     return found, dz
 
 
 def _of_operation(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) -> tuple[Values, Array | None]:
     """With one class as target, no weights of classes."""
     gradient = bool(call.gradients)
+    if not isinstance(call.options.scale, float) and not names:
+        # A kernel multiplies the gradient by a number.
+        run = partial(shards.in_two_passes, run)
     operation = Signature(
         CROSS_ENTROPY, outputs_of(CROSS_ENTROPY, gradient=gradient), call.options, call.numbers, CHOICE
     )
-    operands = {"x": z, "target": rows["target"], **({"dy": rows["factor"]} if gradient else {})}
+    operands = {"x": z, "target": rows["target"], **scale_of(rows), **({"dy": rows["factor"]} if gradient else {})}
     found = _on_shards(run, names, operation, operands)
     return {"loss": found["loss"]}, found.get("y")
 
@@ -72,7 +76,7 @@ def _of_weights(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) 
         q = (jnp.arange(cols, dtype=local.dtype) == local[:, None]).astype(accumulator(z))
     q = (1 - smoothing) * q + smoothing / (cols * (devices(names) if names else 1))
     q = q * rows["class_weight"].astype(q.dtype) if "class_weight" in rows else q
-    s = scores(call.options, z, {})
+    s = scores(call.options, z, scale_of(rows))
     m = jnp.clip(jnp.max(s, -1), jnp.finfo(s.dtype).min, jnp.finfo(s.dtype).max)
     state = RowStates(m, jnp.sum(jnp.exp(s - m[:, None]), -1))
     m, l = (merged(state, names) if names else state)[:2]
@@ -89,14 +93,15 @@ def _of_weights(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) 
     dy = rows["factor"] if target is None else jnp.where(target >= 0, rows["factor"], 0)
     of_sum = dy * (total + 2 * z_loss * lse if z_loss else total)
     dz = jnp.exp(w) * (of_sum / l)[:, None] - dy[:, None] * q
-    dz = dz * (call.options.scale * softcap_slope(FUNCTIONS, z.astype(s.dtype), call.options))
+    options = filled(call.options, z, scale_of(rows))
+    dz = dz * (options.scale * softcap_slope(FUNCTIONS, z.astype(s.dtype), options))
     return found, jnp.where((dy == 0)[:, None], 0, dz).astype(z.dtype)
 
 
 def _of_function(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) -> tuple[Values, Array | None]:
     """A function of the statistics of one token, which is mapped over the tokens of the chunk."""
     operation = Signature(TOKEN_LOGPROBS, outputs_of(TOKEN_LOGPROBS, True), call.options, (), CHOICE)
-    state = _on_shards(run, names, operation, {"x": z, "target": rows["target"]})
+    state = _on_shards(run, names, operation, {"x": z, "target": rows["target"], **scale_of(rows)})
     m, l, entropy, factor = state["m"], state["l"], state["entropy"], rows["factor"]
     ignored = factor == 0
     # Rounding can put a logarithm above 0.
@@ -118,18 +123,23 @@ def _of_function(run: Run, call: HeadCall, names: Names, z: Array, rows: Values)
         return found, None
     # A token that is ignored has no gradient, whatever the loss makes of it.
     changes = [jnp.where(ignored, 0, t) for t in backward(factor.astype(y.dtype))]
-    rows = {"target": rows["target"], "m": m, "l": l, "entropy": entropy}
+    rows = {"target": rows["target"], **scale_of(rows), "m": m, "l": l, "entropy": entropy}
     rows |= dict(zip(("dy", "dentropy", "dlse"), changes, strict=True))
     if names:
         rows["target"] = local_target(rows["target"], z.shape[-1], names)
     return found, gradient(run, call, z, rows, z.shape[-1] * devices(names) if names else 0)
 
 
-def _statistics(run: Run, call: HeadCall, names: Names, z: Array) -> Values:
+def scale_of(arrays: Mapping[str, Array]) -> Values:
+    """The scale of each token as an operand of an operation; nothing where it is a number."""
+    return {"scale": arrays["scale"].reshape(-1, 1)} if "scale" in arrays else {}
+
+
+def _statistics(run: Run, call: HeadCall, names: Names, z: Array, scale: Values) -> Values:
     """The lse, the entropy and the largest class of each token."""
     operation = Signature(TOKEN_LOGPROBS, outputs_of(TOKEN_LOGPROBS, True), call.options, (), CHOICE)
-    state = _on_shards(run, names, operation, {"x": z, "target": jnp.zeros(z.shape[:1], jnp.int32)})
-    order = -z if call.options.scale < 0 else z
+    state = _on_shards(run, names, operation, {"x": z, "target": jnp.zeros(z.shape[:1], jnp.int32), **scale})
+    order = jnp.where(filled(call.options, z, scale).scale < 0, -z, z)
     return {"lse": logsumexp_of(state["m"], state["l"]), "entropy": state["entropy"], "largest": largest(order, names)}
 
 
@@ -154,15 +164,10 @@ def gradient(run: Run, call: HeadCall, z: Array, rows: Mapping[str, Array], clas
             column of z, or the number of columns of z where it is another class.
         classes: Number of all columns if z has some of them, and 0 otherwise.
     """
-    scale = float(call.options.scale)
-    operation = Signature(f"{TOKEN_LOGPROBS}_backward", ("y",), call.options, (), CHOICE, scale, classes=classes)
-    y = run(operation, {"x": z, **rows})["y"]
-    if call.options.softcap is None:
-        return y
-    wide = accumulator(z)
-    slope = softcap_slope(FUNCTIONS, z.astype(wide), call.options)
-    # A row without a gradient may hold NaN.
-    return jnp.where(y == 0, 0, y.astype(wide) * slope).astype(z.dtype)
+    factor = call.options.scale if isinstance(call.options.scale, float) else 1.0
+    operation = Signature(f"{TOKEN_LOGPROBS}_backward", ("y",), call.options, (), CHOICE, factor, classes=classes)
+    operands = {"x": z, **rows, **scale_of(rows)}
+    return shards.times_slope(call.options, z, run(operation, operands)["y"], operands)
 
 
 def _on_shards(run: Run, names: Names, operation: Signature, operands: Mapping[str, Any]) -> Values:

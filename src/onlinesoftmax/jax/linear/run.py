@@ -18,12 +18,12 @@ from ..signature import Values
 from . import rows
 from .arguments import (
     Head,
+    checked_acc_dtype,
     checked_constant,
     checked_head,
     checked_integer,
     checked_memory,
     checked_numbers,
-    checked_options,
     checked_reduction,
     constant,
 )
@@ -36,7 +36,7 @@ Arrays = tuple[Any, Any, Any, Any]
 
 def cross_entropy(
     arrays: Arrays, options: tuple[Any, ...], numbers: tuple[Any, ...], weights: tuple[Any, Any], dtype: Any,
-    return_stats: bool, how: tuple[Any, Any],
+    return_stats: bool, how: tuple[Any, Any, Any],
 ) -> Any:  # fmt: skip
     """As `linear_cross_entropy`.
 
@@ -46,12 +46,12 @@ def cross_entropy(
         numbers: reduction, ignore_index, label_smoothing, z_loss.
         weights: weight, token_weight.
         dtype, return_stats: As for the public function.
-        how: memory, axis_name.
+        how: memory, acc_dtype, axis_name.
     """
     name, (reduction, ignore_index, smoothing, z_loss) = "linear_cross_entropy", numbers
-    head = checked_head(name, arrays, True, how[1])
+    head = checked_head(name, arrays, options, True, how[2])
     reduction = checked_reduction(name, reduction, "none", "mean", "sum")
-    call = _call(name, head, options, how[0], checked_numbers(name, smoothing, z_loss))
+    call = _call(name, head, how, checked_numbers(name, smoothing, z_loss))
     counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
     class_weight, token_weight = weights
     if class_weight is not None:
@@ -66,13 +66,13 @@ def cross_entropy(
         raise TypeError(f"{name}: dtype must be floating point, got {dtype}")
 
     divisor, class_weight = _divisor(head, counts, class_weight, call) if reduction == "mean" else (None, class_weight)
-    rest = {"q": head.target} if head.soft else {"target": head.column}
+    rest = {"q": head.target, **_scale(head)} if head.soft else _of_column(head)
     rest |= {} if class_weight is None else {"class_weight": class_weight}
     factor = _factor(head, counts, token_weight)
     whole_rows = head.soft or bool(call.number("smoothing")) or class_weight is not None or return_stats
     found: Values = {}
     if not whole_rows and takes_columns(call, {"x": head.x, "weight": head.weight}, reduction == "none"):
-        y = _loss_of(log_probabilities(call, _inputs(head), head.column), counts, call.number("z_loss"))
+        y = _loss_of(log_probabilities(call, _inputs(head), _of_column(head)), counts, call.number("z_loss"))
         y = y * factor if reduction == "none" else jnp.sum(y * factor)
         y = _divided(y, divisor)
     else:
@@ -86,12 +86,14 @@ def cross_entropy(
     return (y, _statistics(head, counts, call.number("z_loss"), found)) if return_stats else y
 
 
-def token_logprobs(arrays: Arrays, ignore_index: Any, options: tuple[Any, ...], how: tuple[Any, Any]) -> TokenLogprobs:
+def token_logprobs(
+    arrays: Arrays, ignore_index: Any, options: tuple[Any, ...], how: tuple[Any, Any, Any]
+) -> TokenLogprobs:
     """As `linear_token_logprobs`; the tuples are those of `cross_entropy`."""
     name = "linear_token_logprobs"
-    head = checked_head(name, arrays, False, how[1])
-    call = _call(name, head, options, how[0])
-    logprob, entropy, lse = log_probabilities(call, _inputs(head), head.column)
+    head = checked_head(name, arrays, options, False, how[2])
+    call = _call(name, head, how)
+    logprob, entropy, lse = log_probabilities(call, _inputs(head), _of_column(head))
     if ignore_index is not None:
         logprob = jnp.where(_counted(head, checked_integer(name, "ignore_index", ignore_index)), logprob, 0)
     return TokenLogprobs(logprob, entropy, lse)
@@ -99,15 +101,15 @@ def token_logprobs(arrays: Arrays, ignore_index: Any, options: tuple[Any, ...], 
 
 def token_loss(
     arrays: Arrays, loss: Callable[..., Any], per_token: tuple[Any, ...], numbers: tuple[Any, Any],
-    options: tuple[Any, ...], how: tuple[Any, Any],
+    options: tuple[Any, ...], how: tuple[Any, Any, Any],
 ) -> Array:  # fmt: skip
     """As `linear_token_loss`; `numbers` has reduction and ignore_index; the other tuples are as for `cross_entropy`."""
     name, (reduction, ignore_index) = "linear_token_loss", numbers
-    head = checked_head(name, arrays, False, how[1])
+    head = checked_head(name, arrays, options, False, how[2])
     if not callable(loss):
         raise TypeError(f"{name}: loss must be a function, not {type(loss).__name__}")
     reduction = checked_reduction(name, reduction, "mean", "sum")
-    call = _call(name, head, options, how[0])
+    call = _call(name, head, how)
     counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
     shape, wide = head.x.shape[:-1], accumulator(head.x)
     beside = {
@@ -121,21 +123,31 @@ def token_loss(
     constants = {f"constant{i}": _closed_over(name, t) for i, t in enumerate(traced.consts)}
     divisor = _divisor(head, counts, None, call)[0] if reduction == "mean" else None
     call = call._replace(kind="losses", outputs=("loss",), loss=traced.jaxpr)
-    rest = {"target": head.column, **beside, **constants}
+    rest = {**_of_column(head), **beside, **constants}
     return _total(call, head, _factor(head, counts, None), divisor, rest)[0]
 
 
-def _call(name: str, head: Head, options: tuple[Any, ...], memory: Any, numbers: Any = ()) -> HeadCall:
+def _call(name: str, head: Head, how: tuple[Any, Any, Any], numbers: Any = ()) -> HeadCall:
     """A call of statistics."""
     summed = () if array_types.checks_varying() else head.names
     return HeadCall(
-        "statistics", ("y", "m", "l", "entropy"), checked_options(name, *options), numbers,
-        checked_memory(name, memory), head.names, summed, dtype=head.x.dtype.name,
+        "statistics", ("y", "m", "l", "entropy"), head.options, numbers,
+        checked_memory(name, how[0]), head.names, summed, dtype=head.x.dtype.name,
+        acc_dtype=checked_acc_dtype(name, how[1], head.x),
     )  # fmt: skip
 
 
 def _inputs(head: Head) -> Inputs:
     return head.x, head.weight, head.bias
+
+
+def _scale(head: Head) -> Values:
+    return {} if head.scale is None else {"scale": head.scale}
+
+
+def _of_column(head: Head) -> Values:
+    """The arrays that all functions read beside the inputs."""
+    return {"target": head.column, **_scale(head)}
 
 
 def _closed_over(name: str, t: Any) -> Array:

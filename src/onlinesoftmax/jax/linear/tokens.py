@@ -30,7 +30,7 @@ def losses(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:
     x, weight, wide, wanted = arrays["x"], arrays["weight"], accumulator(arrays["x"]), types(call, arrays)
     chunk = plan_of_losses(call, arrays).chunk
     of_input = wide if shards.of_input else x.dtype
-    of_weight = call.sum_dtype if chunk >= x.shape[0] and not shards.of_weight else wide
+    of_weight = call.sum_dtype if chunk >= x.shape[0] and not shards.of_weight else call.acc_dtype
 
     def of_chunk(first: Any, size: int) -> Values:
         def part(name: str, t: Any) -> Any:
