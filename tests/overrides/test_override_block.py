@@ -220,7 +220,7 @@ def test_every_replaced_function_has_a_spelling_above() -> None:
         for calls in SPELLINGS.values():
             for call in calls:
                 call(sample())
-    assert seen >= set(REPLACEMENTS) - {functional.cross_entropy}
+    assert seen >= set(REPLACEMENTS) - {functional.cross_entropy, getattr(functional, "linear_cross_entropy", None)}
 
 
 def test_a_forced_backend_that_cannot_run_is_an_error() -> None:
@@ -267,3 +267,32 @@ def test_cross_entropy() -> None:
     }
     with osm.override(backend=BACKEND, strict=True), pytest.raises(RuntimeError, match="class probabilities"):
         functional.cross_entropy(x, x.softmax(1))
+
+
+@pytest.mark.skipif(
+    not hasattr(functional, "linear_cross_entropy"), reason="PyTorch has linear_cross_entropy since 2.13"
+)
+def test_linear_cross_entropy_of_pytorch() -> None:
+    x, weight, bias, flat = sample(4, 8), sample(7, 8), sample(7), torch.tensor([0, 6, 3, 3], device=DEVICE)
+    module = torch.nn.LinearCrossEntropyLoss(8, 7, bias=True, device=DEVICE)
+
+    def results() -> list[torch.Tensor]:
+        return [
+            functional.linear_cross_entropy(x, weight, flat, linear_bias=bias, label_smoothing=0.1),
+            functional.linear_cross_entropy(x, weight, flat, reduction="none", ignore_index=3),
+            module(x, flat),
+        ]
+
+    expected = results()
+    mode = osm.override(strict=True)
+    with mode:
+        found = results()
+    assert mode.report() == Report({"linear_cross_entropy": 3}, {})
+    torch.testing.assert_close(found, expected)
+    mode = osm.override()
+    with mode, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        functional.linear_cross_entropy(x, weight, flat, options=torch.nn.LinearCrossEntropyOptions())
+        with pytest.raises(RuntimeError, match="Long"):
+            functional.linear_cross_entropy(x, weight, flat.int())
+    assert mode.report() == Report({}, {("linear_cross_entropy", "options chooses the chunks of PyTorch"): 1})

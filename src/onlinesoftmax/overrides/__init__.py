@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["Report", "override"]
 
 
-def override(*, strict: bool = False, backend: Backend | None = None, leave: Collection[str] = ()) -> Override:
-    """Context manager and decorator: PyTorch's softmax, log_softmax, logsumexp and cross_entropy run ours.
+def override(
+    *, strict: bool = False, backend: Backend | None = None, leave: Collection[str] = (), linear: bool | int = False
+) -> Override:
+    """Context manager and decorator: PyTorch's softmax, log_softmax, logsumexp and losses run ours.
 
     The block replaces every spelling of these functions: those in `torch`, in `torch.special` and in
     `torch.nn.functional`, the methods of a tensor, and the modules that call them.  It changes no other function.
@@ -24,6 +26,15 @@ def override(*, strict: bool = False, backend: Backend | None = None, leave: Col
     Our function takes a call if a kernel can run the call.  PyTorch runs the others: inputs on a CPU (unless `backend`
     is given), integers, sparse tensors and tensor subclasses, `dim=None`, an `out` that PyTorch must resize, and a
     cross-entropy with class probabilities or with the deprecated arguments `size_average` and `reduce`.
+
+    PyTorch's `linear_cross_entropy` and its module run ours on every device, but for `options`.  With `linear`, a call
+    of `torch.nn.functional.linear` with many output features, the head of a language model, returns a tensor that
+    stands for the logits and is not computed.  Views, slices and selections of tokens, a cast to float32, a positive
+    factor, a softcap and a log_softmax of this tensor are not computed either.  `cross_entropy` and `nll_loss` of it
+    run `linear_cross_entropy`; `gather` of one class of each token, logsumexp and our `token_logprobs` run
+    `linear_token_logprobs`.  Any other function gets the logits, which are computed then, and `report()` names it.  A
+    head under torch.compile, torch.func or torch.utils.checkpoint computes its logits at once, unless the checkpointed
+    function is decorated; so does a head of fewer than 256 tokens that needs no gradient.
 
     The block does not reach these calls:
 
@@ -47,8 +58,10 @@ def override(*, strict: bool = False, backend: Backend | None = None, leave: Col
     Args:
         strict: Raise an error where PyTorch would run the call.
         backend: Force "cuda", "triton" or "eager" for every call that our functions take, on a CPU too.
-        leave: Names of functions that the block leaves to PyTorch: "softmax", "log_softmax", "logsumexp" or
-            "cross_entropy".  `strict` does not forbid them.
+        leave: Names of functions that the block leaves to PyTorch: "softmax", "log_softmax", "logsumexp",
+            "cross_entropy" or "linear_cross_entropy".  `strict` does not forbid them.
+        linear: True defers the logits of linear layers with 32000 output features or more; a number is the fewest
+            output features of such a layer.
 
     Returns:
         An object whose method `report()` gives the number of calls that were taken and left, as a `Report`.  A
@@ -59,8 +72,9 @@ def override(*, strict: bool = False, backend: Backend | None = None, leave: Col
         TypeError: strict is not a bool, leave is no collection of names, or the decorated object is a class or an
             asynchronous generator.
         ValueError: there is no such backend or function.
-        RuntimeError: with strict=True, inside the block: PyTorch would run the call; the message says why.  Or a block
-            is left that is not open.
+        RuntimeError: with strict=True, inside the block: PyTorch would run the call; the message says why.  A
+            block is left that is not open.  Or logits are needed, and the input or the weight of their head has changed
+            since its call.
         PlanError: inside the block: the forced backend cannot run the call; the message lists every reason.
 
     Source:
@@ -73,6 +87,13 @@ def override(*, strict: bool = False, backend: Backend | None = None, leave: Col
         >>> print(mode.report())
         softmax: PyTorch ran 1 call: input is on the CPU, where PyTorch's own operation runs.
 
+        >>> head, target = torch.nn.Linear(8, 40), torch.zeros(6, dtype=torch.long)
+        >>> with override(linear=40) as mode:
+        ...     logits = head(torch.ones(6, 8))
+        ...     loss = torch.nn.functional.cross_entropy(logits, target)
+        >>> print(mode.report())
+        linear_cross_entropy: our function took 1 call.
+
         >>> @override(backend="eager")
         ... def probabilities(logits):
         ...     return torch.nn.functional.softmax(logits, dim=-1)
@@ -83,4 +104,4 @@ def override(*, strict: bool = False, backend: Backend | None = None, leave: Col
     """
     with needing("torch", "onlinesoftmax.override"):
         from .mode import Override
-    return Override(strict, backend, leave)
+    return Override(strict, backend, leave, linear)

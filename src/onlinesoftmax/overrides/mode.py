@@ -16,8 +16,20 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._contextlib import _wrap_generator
 
 from ..kernels.registry import BACKENDS
+from .heads import NAME, Logits, checkpoint_hook
 from .report import Counts, Report
-from .table import LEFT_BY_NAME, NAMES, REPLACEMENTS, bind, why_left
+from .table import (
+    FEWEST_CLASSES,
+    LEFT_BY_NAME,
+    LINEAR,
+    NAMES,
+    REPLACEMENTS,
+    bind,
+    has_classes,
+    head_of,
+    why_computed,
+    why_left,
+)
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -44,7 +56,7 @@ its own, so a mode on the stack knows whether its block is around this task.
 class Override(TorchFunctionMode):
     """The context manager and decorator that `override` returns."""
 
-    def __init__(self, strict: bool, backend: str | None, leave: Collection[str]) -> None:
+    def __init__(self, strict: bool, backend: str | None, leave: Collection[str], linear: bool | int) -> None:
         super().__init__()
         if not isinstance(strict, bool):
             raise TypeError(f"override(): strict must be a bool, not {type(strict).__name__}")
@@ -57,15 +69,20 @@ class Override(TorchFunctionMode):
                 raise ValueError(f"override(): leave names an unknown function {name!r}; functions: {', '.join(NAMES)}")
         self._strict, self._backend, self._counts = strict, backend, Counts()
         self._leave = frozenset(leave)
+        if not isinstance(linear, int) or linear < 0 or (linear is not True and linear == 1):
+            raise ValueError(f"override(): linear must be a bool or a number of classes above 1, not {linear!r}")
+        # Fewest classes of a head; 0 where the block leaves every linear layer alone.
+        self._linear = FEWEST_CLASSES if linear is True else int(linear)
         # Index of a block's mode in _INSIDE; None for other objects.  A compiled model is guarded by this number, not
         # by the identity of the mode, so that it is not compiled again for a new block.
         self._level: int | None = None
-        # How often the block has been entered and not left, and the thread of the block.
-        self._entered, self._thread = 0, 0
+        # Thread of the block; and for each time that it has been entered and not left, the checkpoint around it.
+        self._thread = 0
+        self._entered: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy and a pickle are a new object, which is in no block and has counted nothing."""
-        return type(self), (self._strict, self._backend, self._leave)
+        return type(self), (self._strict, self._backend, self._leave, self._linear)
 
     def report(self) -> Report:
         """Number of calls that were taken and left until now, over all blocks of this object."""
@@ -85,7 +102,7 @@ class Override(TorchFunctionMode):
             block = copy.copy(self)
             block._counts, block._level, block._thread = self._counts, len(inside), get_ident()
             _push_on_torch_function_stack(block)
-        block._entered += 1
+        block._entered = (*block._entered, checkpoint_hook())
         _INSIDE.set((*inside, block))
         return self
 
@@ -101,7 +118,7 @@ class Override(TorchFunctionMode):
         if block is None:
             raise RuntimeError("override(): the block is not open on this thread: enter it before leaving it")
         _INSIDE.set(_without_last(block, inside))
-        block._entered -= 1
+        block._entered = block._entered[:-1]
         if not block._entered:
             _remove_from_stack(block)
 
@@ -147,7 +164,18 @@ class Override(TorchFunctionMode):
         kwargs = kwargs or {}
         replacement = REPLACEMENTS.get(func)
         if replacement is None or not self._is_around():
+            if func is LINEAR and self._linear and has_classes(args, kwargs, self._linear) and self._is_around():
+                return self._head(args, kwargs)
             return func(*args, **_with_deeper_stacklevel(kwargs))
+        if isinstance(args[0] if args else kwargs.get("input"), Logits):
+            # These modules import the compiler, which takes seconds; where there are logits, they are imported.
+            from .consumers import take
+            from .logits import with_plain
+
+            taken = NotImplemented if replacement.name in self._leave else take(func, args, kwargs)
+            if taken is not NotImplemented:
+                return taken
+            args, kwargs = with_plain(args, kwargs, replacement.name)
         is_left = replacement.name in self._leave
         arguments = None if is_left else bind(replacement, args, kwargs)
         reason = LEFT_BY_NAME if is_left else why_left(replacement, arguments, self._backend)
@@ -161,6 +189,20 @@ class Override(TorchFunctionMode):
             y = func(*args, **_with_deeper_stacklevel(kwargs))
         self._count(replacement.name, reason)
         return y
+
+    def _head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of `linear`; that of a head is not computed yet."""
+        head = head_of(args, kwargs)
+        if head is not None:
+            reason = why_computed(*head, self._entered)
+            if reason is None:
+                from .calls import deferred
+
+                return deferred(*head, self._counts, self._strict)
+            if self._strict:
+                raise RuntimeError(f"override(strict=True): PyTorch would run a call of {NAME}: {reason}")
+            self._count(NAME, reason)
+        return LINEAR(*args, **kwargs)
 
     def _is_around(self) -> bool:
         """True where the block is around the running code; a trace takes every mode of its thread."""

@@ -6,17 +6,20 @@ To replace another function, add its spellings to REPLACEMENTS.  torch.compile t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .. import api
+from .. import api, linear
 from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..ops import OPERATIONS
 from ..torch.arguments import autocasts, check_out_memory, checked_out, reduced_shape
+from ..torch.fast_path import is_transformed
+from ..torch.formulas import PLAIN_TYPES
 from ..torch.loss_run import why_not_kernels
 from ..torch.reasons import why_pytorch
+from .heads import checkpoint_hook
 
 Arguments = dict[str, Any]
 """Arguments of one call, by PyTorch's names of the parameters."""
@@ -31,6 +34,7 @@ class Replacement(NamedTuple):
         positional: Number of parameters that may be given by position: the first ones.
         why_left: Function of the arguments and the forced backend: why PyTorch must run the call, or None.
         dropped: Parameters that our function does not have.
+        function: Our function, where it is not the one of api.py, and chooses its kernels itself.
     """
 
     name: str
@@ -38,10 +42,13 @@ class Replacement(NamedTuple):
     positional: int
     why_left: Callable[[Arguments, str | None], str | None]
     dropped: tuple[str, ...] = ()
+    function: Callable[..., Any] | None = None
 
     def run(self, arguments: Arguments, backend: str | None) -> Any:
         """The result of our function."""
         ours = {name: value for name, value in arguments.items() if name not in self.dropped}
+        if self.function is not None:
+            return self.function(**ours)
         return getattr(api, self.name)(**ours, backend=backend)
 
 
@@ -49,14 +56,24 @@ ALIASES = {"x": "input", "a": "input", "x1": "input", "axis": "dim", "keepdims":
 """NumPy's names of parameters, which PyTorch's functions in C++ also accept."""
 
 
-def bind(replacement: Replacement, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
+class Signature(Protocol):
+    """What `bind` reads of a function: the names of its parameters, and how many may be given by position."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]: ...  # the class says it
+
+    @property
+    def positional(self) -> int: ...  # the class says it
+
+
+def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments | None:
     """The arguments by name; None where they do not fit the parameters."""
-    if len(args) > replacement.positional:
+    if len(args) > signature.positional:
         return None
-    arguments = dict(zip(replacement.parameters, args, strict=False))
+    arguments = dict(zip(signature.parameters, args, strict=False))
     for keyword, value in kwargs.items():
         name = ALIASES.get(keyword, keyword)
-        if name in arguments or name not in replacement.parameters:
+        if name in arguments or name not in signature.parameters:
             return None
         arguments[name] = value
     return arguments
@@ -111,6 +128,28 @@ def _why_cross_entropy(arguments: Arguments, backend: str | None) -> str | None:
     return why_not_kernels(arguments["input"], target, weight, backend, ignore_index)
 
 
+def _why_linear_cross_entropy(arguments: Arguments, backend: str | None) -> str | None:
+    """Why PyTorch must run a call of linear_cross_entropy, which needs no kernel of ours."""
+    if arguments.get("options") is not None:
+        return "options chooses the chunks of PyTorch"
+    names = ("input", "linear_weight", "target", "linear_bias", "weight")
+    tensors = {name: arguments.get(name) for name in names}
+    for name, t in tensors.items():
+        if type(t) not in PLAIN_TYPES and (t is not None or name in names[:3]):
+            return f"{name} is a {type(t).__name__}, not a tensor"
+    x, weight, target = (arguments[name] for name in names[:3])
+    if weight.dim() != 2 or x.dim() not in (1, 2) or target.dim() > 2:
+        return "input, linear_weight or target has more than two dimensions"
+    if not target.is_floating_point() and target.dtype != torch.long:
+        return f"target has the dtype {target.dtype}"
+    return "torch.func or forward mode transforms it" if is_transformed() else None
+
+
+def _linear_cross_entropy(ignore_index: int | None = None, **arguments: Any) -> Any:
+    """Our function; PyTorch's has None as the usual index to ignore."""
+    return linear.linear_cross_entropy(**arguments, ignore_index=-100 if ignore_index is None else ignore_index)
+
+
 def _why_dims(dims: tuple[Any, ...]) -> str | None:
     for dim in dims:
         if dim is None:
@@ -138,11 +177,70 @@ def _why_out(arguments: Arguments, call: Call, shape: torch.Size) -> str | None:
     return None
 
 
+LINEAR = torch.nn.functional.linear
+
+FEWEST_CLASSES = 32000
+"""Fewest output features of a linear layer that is taken for a head.
+
+The vocabularies of large language models begin there; feed-forward layers have fewer features, 28672 in Llama 3 70B.
+"""
+
+FEWEST_TOKENS = 256
+"""Fewest tokens of a head whose logits wait where no gradient is wanted: the logits of fewer take less than 70 MB."""
+
+
+def has_classes(args: tuple[Any, ...], kwargs: Mapping[str, Any], fewest: int) -> bool:
+    """True where the weight of a call of `linear` has at least `fewest` rows."""
+    weight = args[1] if len(args) > 1 else kwargs.get("weight")
+    return isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] >= fewest
+
+
+def head_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:
+    """Input, weight and bias of a call of `linear` whose logits may wait; None for another call."""
+    x, weight, bias = (*args, *(None,) * (3 - len(args)))[:3]
+    x, weight, bias = kwargs.get("input", x), kwargs.get("weight", weight), kwargs.get("bias", bias)
+    if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[-1] != weight.shape[1] or not x.numel():
+        return None
+    recorded = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if not recorded and x.numel() < FEWEST_TOKENS * x.shape[-1]:
+        return None
+    return x, weight, bias
+
+
+def why_computed(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, entered: tuple[Any, ...]
+) -> str | None:
+    """Why the logits of a head must be computed at once; None where they may wait.
+
+    Args:
+        x, weight, bias: The tensors of the head.
+        entered: Results of `checkpoint_hook` when the block was entered.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return "torch.compile traces it"
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    for t in tensors:
+        if type(t) not in PLAIN_TYPES or t.layout != torch.strided or not t.is_floating_point() or t.is_meta:
+            return f"it has a {type(t).__name__} of layout {t.layout} and dtype {t.dtype} on {t.device.type}"
+    if any(t.dtype != x.dtype or t.device != x.device for t in tensors) and not autocasts(x):
+        return "its tensors have several dtypes or devices"
+    if is_transformed() or torch._C._get_tracing_state() is not None:
+        return "torch.func, forward mode or TorchScript transforms it"
+    hook = checkpoint_hook()
+    if hook is not None and hook not in entered:
+        return "torch.utils.checkpoint will repeat it outside of the block"
+    return None
+
+
 _ELEMENTS = ("input", "dim", "dtype", "out")
 _FUNCTIONAL = ("input", "dim", "_stacklevel", "dtype")
 _ROWS = ("input", "dim", "keepdim", "out")
 
-_LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+_LINEAR_LOSS = (
+    "input", "linear_weight", "target", "linear_bias", "weight", "reduction", "ignore_index", "label_smoothing",
+    "options",
+)  # fmt: skip
+LOSS = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 SOFTMAX = Replacement("softmax", _ELEMENTS, 3, _why_softmax)
 LOG_SOFTMAX = Replacement("log_softmax", _ELEMENTS, 3, _why_softmax)
@@ -161,10 +259,15 @@ REPLACEMENTS: dict[Callable[..., Any], Replacement] = {
     torch.Tensor.logsumexp: LOGSUMEXP,
     torch.special.logsumexp: LOGSUMEXP,
     torch.nn.functional.cross_entropy: Replacement(
-        "cross_entropy", _LOSS, len(_LOSS), _why_cross_entropy, ("size_average", "reduce")
+        "cross_entropy", LOSS, len(LOSS), _why_cross_entropy, ("size_average", "reduce")
     ),
 }
 """Our function for each spelling of a PyTorch function."""
+
+if hasattr(torch.nn.functional, "linear_cross_entropy"):  # since PyTorch 2.13
+    REPLACEMENTS[torch.nn.functional.linear_cross_entropy] = Replacement(
+        "linear_cross_entropy", _LINEAR_LOSS, 3, _why_linear_cross_entropy, ("options",), _linear_cross_entropy
+    )
 
 NAMES = tuple(dict.fromkeys(replacement.name for replacement in REPLACEMENTS.values()))
 """Names of our functions, which a block may leave to PyTorch."""

@@ -1,0 +1,230 @@
+"""Heads whose logits are not computed: the call of `linear`, and the operations after it.
+
+logits.py has the tensor that stands for the logits, steps.py the operations that it remembers, consumers.py the losses
+that need no logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from ..core.call import TokenLogprobs
+from .report import Counts
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+NAME = "linear"
+"""Name of heads in reports."""
+
+RESHAPES = (aten.view.default, aten._unsafe_view.default)
+"""Views whose argument is the shape of the result."""
+
+
+def checkpoint_hook() -> Any:
+    """The hook of the torch.utils.checkpoint around the running code, which will repeat the code; None outside."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+class Step(NamedTuple):
+    """One operation after the product.
+
+    Attributes:
+        function: The operation of PyTorch.
+        arguments: What follows the tensor.
+        keywords: Arguments by name.
+        item: Index of the result in a list of results; None where there is one result.
+        classes: Dimension of the classes before and after a view.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    item: int | None = None
+    classes: tuple[int, int] = (0, 0)
+
+    def of(self, t: Tensor) -> Any:
+        """The result for a tensor of logits."""
+        y = self.function(t, *self.arguments, **self.keywords)
+        return y if self.item is None else y[self.item]
+
+    def of_rows(self, t: Tensor) -> Tensor:
+        """The result for a tensor that has other numbers in the place of the classes: hidden states, or one number."""
+        if self.function not in RESHAPES:
+            return self.of(t)
+        shape = list(self.arguments[0])
+        shape[self.classes[1]] = t.shape[self.classes[0]]
+        return t.reshape(shape)
+
+
+class Known(NamedTuple):
+    """Numbers of the tokens that some `Logits` has."""
+
+    rows: tuple[Step, ...]
+    scores: tuple[float, float | None]
+    classes_dim: int
+    found: TokenLogprobs
+
+
+class Head:
+    """A call of `linear`: its tensors, and its product once it has been computed.
+
+    Attributes:
+        input, weight, bias: The tensors (tokens, hidden), (classes, hidden) and (classes,) or None, as autograd knows
+            them.
+        dtype: Dtype of the product, which is that of autocast where it was on.
+        node: The node of the product in the graph of autograd; None without gradients.
+        checkpoint: The result of `checkpoint_hook` in the call.
+        watched: True where somebody has asked for the gradient of the logits, so that they must exist.
+        known: The last result of `linear_token_logprobs`.
+    """
+
+    known: Known | None
+
+    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None], product: Logits, counts: Counts, strict: bool):
+        self.input, self.weight, self.bias = tensors
+        self.dtype, self.node, self.watched = product.dtype, product.grad_fn, False
+        self.checkpoint, self.known = checkpoint_hook(), None
+        self._counts, self._strict = counts, strict
+        self._product: Tensor | None = None
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> tuple[int, ...]:
+        tensors = (t for t in (self.input, self.weight, self.bias) if t is not None)
+        return tuple([0 if t.is_inference() else t._version for t in tensors])
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Input, weight and bias in the dtype of the product.
+
+        Raises:
+            RuntimeError: one of them has changed since the call.
+        """
+        if self._versions != self._current_versions() or not self.weight.untyped_storage().nbytes():
+            raise RuntimeError(
+                "override(linear=True): the logits of this call of linear are not computed yet, and its input or its "
+                "weight has changed since; use the logits before, as before the step of the optimizer"
+            )
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return self.input.to(self.dtype), self.weight.to(self.dtype), bias
+
+    def product(self, name: str) -> Tensor:
+        """The product, for the operation of this name, which is counted."""
+        reason = f"{name} needs the logits"
+        if self._strict:
+            raise RuntimeError(f"override(strict=True, linear=True): PyTorch would compute a {NAME}: {reason}")
+        self._counts.add(NAME, reason)
+        if self._product is None:
+            self._product = torch.nn.functional.linear(*self.tensors())
+        return self._product
+
+    def took(self, name: str) -> None:
+        """Count a call that one of our functions took."""
+        self._counts.add(name, None)
+
+    def forget(self) -> None:
+        """Do not use the computed product again, as it may change in place."""
+        self._product = None
+
+
+class Numbers:
+    """The numbers of one or several `Logits` that share them, as views of a tensor do.
+
+    Attributes:
+        recipe: The steps from the product to the tensor of these numbers.
+        scale, softcap: Score options that give the numbers from the product.
+        log: True where a log_softmax follows.
+        computed: The tensor; None until an operation needs it.
+    """
+
+    def __init__(self, recipe: tuple[Step, ...], scale: float, softcap: float | None, log: bool) -> None:
+        self.recipe, self.scale, self.softcap, self.log = recipe, scale, softcap, log
+        self.computed: Tensor | None = None
+
+    @property
+    def scores(self) -> tuple[float, float | None]:
+        """Scale and softcap."""
+        return self.scale, self.softcap
+
+    def with_factor(self, factor: float) -> tuple[float, float | None]:
+        """Scale and softcap of these numbers times a factor."""
+        return self.scale * factor, None if self.softcap is None else self.softcap * factor
+
+
+class Logits(torch.Tensor):
+    """Logits of a head, which are not computed until an operation needs them.
+
+    Attributes:
+        head: The call of `linear`.
+        numbers: Their numbers; other `Logits` may be views of them.
+        path: The steps from the tensor of the numbers to this view.
+        rows: The steps from the input of the head to the hidden states of the tokens of this view.
+        classes_dim: The dimension of the classes.
+    """
+
+    head: Head
+    numbers: Numbers
+    path: tuple[Step, ...]
+    rows: tuple[Step, ...]
+    classes_dim: int
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device, numbers: Numbers, offset: int = 0) -> Any:
+        """Logits of the shape, the strides and the dtype of a tensor on the device meta."""
+        y = torch.Tensor._make_wrapper_subclass(cls, like.shape, like.stride(), offset, dtype=like.dtype, device=device)
+        y.numbers, y.path, y.rows, y.classes_dim = numbers, (), (), like.dim() - 1
+        return y
+
+    def computed(self, name: str) -> Tensor:
+        """The logits, for the operation of this name: a tensor without gradient, which shares the numbers."""
+        with _below_autograd(self.device.type):
+            if self.numbers.computed is None:
+                y = self.head.product(name)
+                for step in self.numbers.recipe:
+                    y = step.of(y)
+                self.numbers.computed = y
+            y = self.numbers.computed
+            for step in self.path:
+                y = step.of(y)
+        return y
+
+    def meta(self) -> Tensor:
+        """A tensor without numbers that has the same shape, strides and dtype."""
+        return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+
+    def view_of(self, like: Tensor, step: Step) -> Logits | None:
+        """The view after a step; None where the step cuts the classes."""
+        sizes = zip(like.shape, like.stride(), strict=True)
+        here = [i for i, size in enumerate(sizes) if size == (len(self.head.weight), 1)]
+        if not here:
+            return None
+        y: Logits = type(self)(like, self.device, self.numbers, int(self.storage_offset() + like.storage_offset()))
+        step = step._replace(classes=(self.classes_dim, here[-1]))
+        y.head, y.path, y.rows, y.classes_dim = self.head, (*self.path, step), (*self.rows, step), here[-1]
+        return y
+
+    def copy_of(self, step: Step, scores: tuple[float, float | None], log: bool) -> Logits | None:
+        """The tensor after a step that gives each token numbers of its own."""
+        like = step.of(self.meta())
+        if like.stride(self.classes_dim) != 1:
+            return None
+        numbers = Numbers((*self.numbers.recipe, *self.path, step), *scores, log)
+        y: Logits = type(self)(like, self.device, numbers)
+        y.head, y.rows, y.classes_dim = self.head, self.rows, self.classes_dim
+        return y
+
+
+@contextmanager
+def _below_autograd(device_type: str) -> Iterator[None]:
+    """No gradient, no autocast, and no mode sees the calls in this block."""
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device_type, enabled=False),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
