@@ -62,6 +62,10 @@ class Call(NamedTuple):
         """The score options, at their defaults where none is given."""
         return self.options or PLAIN
 
+    def with_operands(self, **more: Any) -> Call:
+        """The call with more operands besides the input and the score options."""
+        return self._replace(beside={**self.beside, **more})
+
 
 class LossStatistics(NamedTuple):
     """Statistics of each row, returned with the loss and detached; floating ones are float32 (float64 in float64).

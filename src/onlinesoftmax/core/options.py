@@ -89,16 +89,14 @@ class ScoreOptions(NamedTuple):
     @property
     def plain(self) -> bool:
         """True where every option is at its default.  Does not read a tensor's values, so no GPU synchronization."""
-        scale, softcap, bias, mask, causal, zero = self
-        given = softcap is not None or bias is not None or mask is not None or causal or zero
-        return not given and isinstance(scale, float) and scale == 1
+        given = self.softcap is not None or self.bias is not None or self.mask is not None or self.causal or self.zero
+        return not given and isinstance(self.scale, float) and self.scale == 1
 
     @property
     def given(self) -> tuple[str, ...]:
         """Names of the options that are not at their default, in the order of SCORE_OPTIONS."""
-        scale, softcap, bias, mask, causal, _ = self
-        scaled = not isinstance(scale, float) or scale != 1
-        present = (scaled, softcap is not None, bias is not None, mask is not None, causal)
+        scaled = not isinstance(self.scale, float) or self.scale != 1
+        present = (scaled, self.softcap is not None, self.bias is not None, self.mask is not None, self.causal)
         return tuple(name for name, is_given in zip(SCORE_OPTIONS, present, strict=True) if is_given)
 
     @property

@@ -207,10 +207,7 @@ def _without_unused(used: list[bool], equation: Any) -> Any:
         return [True] * len(names), equation
     kept = [name != "dy" for name in names]
     written = [name != "y" for name in call.outputs]
-    params = {
-        "names": tuple(name for name in names if name != "dy"),
-        "call": call._replace(outputs=tuple(name for name in call.outputs if name != "y")),
-    }
+    params = {"names": tuple(name for name in names if name != "dy"), "call": call.without_gradient}
     smaller = equation.replace(
         invars=[t for t, keep in zip(equation.invars, kept, strict=True) if keep],
         outvars=[t for t, keep in zip(equation.outvars, written, strict=True) if keep], params=params,

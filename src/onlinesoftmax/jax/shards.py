@@ -79,7 +79,7 @@ def in_two_passes(run: Run, call: Signature, operands: Mapping[str, Array]) -> V
     """
     rest = {name: t for name, t in operands.items() if name != "dy"}
     dy, x, arrays = operands["dy"], operands["x"], {name: operands[name] for name in call.options.arrays}
-    results = run(call._replace(outputs=tuple(name for name in call.outputs if name != "y")), rest)
+    results = run(call.without_gradient, rest)
     if call.options.mask is not None:
         # A row that the mask leaves without a class counts for nothing.
         dy = jnp.where(results["l"] == 0, 0, dy)

@@ -55,6 +55,11 @@ class Signature(NamedTuple):
             return False
         return any(output.kind == "element" for output in operation.written(self.outputs))
 
+    @property
+    def without_gradient(self) -> Signature:
+        """The call without the gradient that it writes."""
+        return self._replace(outputs=tuple(name for name in self.outputs if name != "y"))
+
     def number(self, name: str) -> float:
         """Value of an operand that is a number; 0 where it is not given."""
         return dict(self.numbers).get(name, 0.0)

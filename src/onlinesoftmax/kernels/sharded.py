@@ -79,6 +79,7 @@ class ShardedRows(NamedTuple):
     @property
     def kind(self) -> ShardedRows:
         """The rows without the numbers that are arguments of a kernel: equal kinds share machine code."""
-        smoothing, z_loss = float(self.smoothing != 0), float(self.z_loss != 0)
-        bare = self._replace(rows=0, processes=0, first=0, cols=0, classes=0, ignore_index=0, scale=1.0)
-        return bare._replace(smoothing=smoothing, z_loss=z_loss)
+        return self._replace(
+            rows=0, processes=0, first=0, cols=0, classes=0, ignore_index=0, scale=1.0,
+            smoothing=float(self.smoothing != 0), z_loss=float(self.z_loss != 0),
+        )  # fmt: skip

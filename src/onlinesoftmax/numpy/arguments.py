@@ -11,7 +11,7 @@ import numpy as np
 
 from ..core.arguments import Kind, Library, check_options, check_range, checked_index_dim, checked_number
 from ..core.arrays import Array, advice, check_plain, is_floating_dtype, is_real_dtype
-from ..core.call import Call
+from ..core.call import Call, Settings
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
@@ -136,7 +136,7 @@ def checked_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> L
         wrong = ((target < 0) | (target >= classes)) & counts
         check_range(f"{CROSS_ENTROPY}(): target", target, classes, wrong)
     check_choice(CROSS_ENTROPY.name, settings.choice)
-    check_options(NUMPY, Call(CROSS_ENTROPY, x, settings._replace(dim=dim), options))
+    check_options(NUMPY, Call(CROSS_ENTROPY, x, Settings(dim), options))
     weight = None if weight is None else weight.astype(np.float64)
     return Loss(x, target, weight, counts, reduction, smoothing, z_loss, options)
 

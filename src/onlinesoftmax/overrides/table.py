@@ -171,7 +171,7 @@ def _why_out(arguments: Arguments, call: Call, shape: torch.Size) -> str | None:
     try:
         checked_out(call.operation.name, out, shape, arguments.get("dtype") or x.dtype, x.device)
         if not torch.compiler.is_compiling():
-            check_out_memory(call._replace(out=out))
+            check_out_memory(call.operation.name, x, call.options, out)
     except RuntimeError as error:
         return str(error).removeprefix(f"{call.operation.name}(): ")
     return None

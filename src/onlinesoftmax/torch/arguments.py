@@ -16,7 +16,7 @@ import torch
 from ..core import arguments
 from ..core.arguments import Kind, Library
 from ..core.arrays import advice
-from ..core.call import Call
+from ..core.call import Call, Settings
 from ..core.options import ScoreOptions
 from ..ops import OPERATIONS
 from ..ops.cross_entropy import arguments as rules
@@ -140,9 +140,8 @@ check_index = partial(arguments.check_index, TORCH)
 checked_number = partial(arguments.checked_number, TORCH)
 
 
-def check_out_memory(call: Call) -> None:
-    """Check that `out` may be written while the operands are read."""
-    name, x, options, out = call.operation.name, call.x, call.options, call.out
+def check_out_memory(name: str, x: torch.Tensor, options: ScoreOptions | None, out: torch.Tensor) -> None:
+    """Check that `out` may be written while the operands of the operation of this name are read."""
     if out.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name}(): out requires a gradient, and functions with out=... do not support that")
     same = (
@@ -185,8 +184,7 @@ def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:
         check_constant(name, "weight", weight, "is not computed; detach() it")
     check_dtype(name, loss.settings.dtype)
     if loss.options is not None:
-        settings = loss.settings._replace(dim=rules.class_dim(x))
-        check_options(Call(OPERATIONS[rules.NAME], x, settings, loss.options))
+        check_options(Call(OPERATIONS[rules.NAME], x, Settings(rules.class_dim(x)), loss.options))
         check_scale_is_constant(name, loss.options)
     return loss
 

@@ -135,7 +135,7 @@ def _define(operation: Operation) -> None:
             return call, fixed
         *numbers, asked = arguments[-count:]
         given = {name: value for name, value in zip(operation.numbers, numbers, strict=True) if value is not None}
-        return call._replace(beside={**call.beside, **given}), tuple(asked.split(","))
+        return call.with_operands(**given), tuple(asked.split(","))
 
     def returned(found: Sequence[Tensor]) -> Any:
         if count:

@@ -21,7 +21,7 @@ from ..ops.reference import evaluate, with_sums
 from . import eager
 from .formulas import accumulator_of
 from .gradients import score_gradient, slope_of, unmasked
-from .prepare import DTYPE_NAMES, operands_of
+from .prepare import DTYPE_NAMES, broadcastable, operands_of
 
 Tensor = torch.Tensor
 
@@ -49,8 +49,8 @@ def _forward(call: Call, output: Output) -> Tensor:
     if output is not call.operation.result:
         # The other output that an operator without a target has is lse.
         wide = accumulator_of(call.x.dtype, call.settings.dtype or call.x.dtype)
-        call = call._replace(operation=OPERATIONS["logsumexp"])
-        call = call._replace(settings=call.settings._replace(dtype=wide, keepdim=False))
+        settings = call.settings._replace(dtype=wide, keepdim=False)
+        call = Call(OPERATIONS["logsumexp"], call.x, settings, call.options)
     y: Tensor = eager.call_on_scores(call)
     return y
 
@@ -69,8 +69,7 @@ def _gradient(call: Call) -> Tensor:
 def _by_formula(call: Call, output: Output, outputs: tuple[str, ...]) -> Tensor:
     """One output of an operation with a target, in a call that writes these outputs."""
     operation, x, dim, options = call.operation, call.x, call.settings.dim, call.scores
-    operands = operands_of(call._replace(options=None))
-    values = {name: _value(name, value) for name, value in operands.items()}
+    values = {name: _value(name, value) for name, value in broadcastable(call).items()}
     values["x"] = eager.scores_of(x, dim, options, torch.float64)[0]
     xp = namespace(values["x"])
     if output.kind == "element" and "dy" not in values:

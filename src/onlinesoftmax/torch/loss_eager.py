@@ -27,22 +27,23 @@ def weight_of_mean(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss)
     return scaled_weight(target, weight, loss, accumulator_of(loss.wide(x), weight.dtype))
 
 
-def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
+def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, reduction: str | None = None) -> Tensor:
     """The result of PyTorch's own cross_entropy, which knows neither z_loss nor score options.
 
-    It is computed in float32 or wider, and so is its gradient, which is rounded once.
+    It is computed in float32 or wider, and so is its gradient, which is rounded once.  A reduction that is given
+    replaces that of the loss.
     """
     wide = loss.wide(x)
     if rows := formulas.rows_at_a_time(x, wide):
-        of_row = loss._replace(reduction="none")
         parts = zip(x.split(rows), target.split(rows), strict=True)
-        return reduced(torch.cat([pytorch_loss(*part, weight, of_row) for part in parts]), target, weight, loss)
+        of_rows = torch.cat([pytorch_loss(*part, weight, loss, "none") for part in parts])
+        return of_rows if reduction == "none" else reduced(of_rows, target, weight, loss)
     of_target = torch.promote_types(target.dtype, wide) if target.is_floating_point() else torch.int64
     # `to` takes the host a microsecond also where nothing changes.
     y: Tensor = formulas.call_pytorch(
         functional.cross_entropy, x if x.dtype == wide else x.to(wide),
         target if target.dtype == of_target else target.to(of_target), None if weight is None else weight.to(wide),
-        ignore_index=loss.ignore_index, reduction=loss.reduction, label_smoothing=loss.smoothing,
+        ignore_index=loss.ignore_index, reduction=reduction or loss.reduction, label_smoothing=loss.smoothing,
     )  # fmt: skip
     return y
 
@@ -95,7 +96,7 @@ def rows_of(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Ten
         log_p = _log_p(z, dim, separate)
         y = _of_log_p(log_p, target, weight, loss)
     else:
-        y, log_p = pytorch_loss(z, target, weight, loss._replace(reduction="none")), None
+        y, log_p = pytorch_loss(z, target, weight, loss, "none"), None
     if not loss.z_loss:
         return y
     lse = z.logsumexp(dim) if log_p is None else eager.logsumexp_from(z, log_p, dim, keepdim=False)

@@ -103,15 +103,10 @@ def scalar_output(call: Call, loss: Loss, with_gradient: bool) -> str:
     if call.beside["target"].numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= most_bytes:
         return ""
     if with_gradient:
-        call = with_dy(call, torch.empty((), dtype=loss.wide(x), device=x.device))
+        call = call.with_operands(dy=torch.empty((), dtype=loss.wide(x), device=x.device))
     if backend_of(call, ("loss", "y") if with_gradient else ("loss",)) != "cuda":
         return ""
     return f"{'mean' if loss.reduction == 'mean' else 'total'}_loss"
-
-
-def with_dy(call: Call, dy: Tensor) -> Call:
-    """The call of a loss with the derivative of the final scalar with respect to the loss of each row."""
-    return call._replace(beside={**call.beside, "dy": dy})
 
 
 def by_cuda(call: Call) -> Call:
@@ -156,7 +151,7 @@ def _reduced(call: Call, loss: Loss, outputs: tuple[str, ...]) -> tuple[Tensor, 
     x, target, weight = call.x, call.beside["target"], call.beside.get("weight")
     with_gradient = "y" in outputs
     if with_gradient and loss.inplace and not is_traced(x):
-        call = call._replace(beside={**call.beside, "y": x})
+        call = call.with_operands(y=x)
     if scalar := scalar_output(call, loss, with_gradient):
         found = launch(by_cuda(call), (scalar, *outputs[1:]))
     else:
@@ -164,7 +159,7 @@ def _reduced(call: Call, loss: Loss, outputs: tuple[str, ...]) -> tuple[Tensor, 
         factor = None if launches is None or launches.factor is None else launches.factor(target, weight)
         if factor is None and with_gradient:
             factor = (loss_eager.factor(target, weight, loss, loss.wide(x)),)
-        rows, *more = launch(call if factor is None else with_dy(call, factor[0]), outputs)
+        rows, *more = launch(call if factor is None else call.with_operands(dy=factor[0]), outputs)
         if launches is None:
             y = loss_eager.reduced(rows, target, weight, loss)
             # Without a change of dtype, `to` returns the tensor itself.  In a trace torch 2.11 takes both names for
@@ -253,7 +248,7 @@ def _prepared_reduced(call: Call, loss: Loss, with_gradient: bool) -> Callable[.
     # The kernel that computes dy runs directly before the loss kernel, which can then begin early.  With weight_sum, an
     # early start has not been tried.
     follows_divisor = loss.reduction == "mean" and "weight_sum" not in call.beside
-    return reduced_with_gradient(prepared_launch(with_dy(call, dy), ("loss", "y"), follows_divisor), small)
+    return reduced_with_gradient(prepared_launch(call.with_operands(dy=dy), ("loss", "y"), follows_divisor), small)
 
 
 def reduced_with_gradient(rows: Callable[..., Any], small: Reducer) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -107,12 +107,12 @@ def _log_probabilities(
     key: tuple[Any, ...], x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
     """The function (x, index) of the calls like this one, after the checks; kept under the key where there is one."""
-    call = Call(TOKEN_LOGPROBS, x, Settings(check_token_arguments(x, index, dim), None, False, choice), options)
-    call = call._replace(beside={"target": signed(index)})
+    settings = Settings(check_token_arguments(x, index, dim), None, False, choice)
+    call = Call(TOKEN_LOGPROBS, x, settings, options, None, {"target": signed(index)})
     check_options(call)
     check_scale_is_constant(f"{TOKEN_LOGPROBS}()", options)
     results: tuple[str, ...] = ("y", "lse", "entropy") if entropy else ("y", "lse")
-    bare, is_constant = call._replace(x=None, beside={}), bool(key) and are_constant(options)
+    is_constant = bool(key) and are_constant(options)
     if not _runs_kernels(TOKEN_LOGPROBS.name, x, choice, why_not_kernels(x, index, None, choice.backend)):
         run: Callable[..., Any] = loss_eager.log_probabilities
     elif index.dim() == x.dim():
@@ -124,7 +124,8 @@ def _log_probabilities(
         run, is_constant = partial(results_of, by_pytorch=loss_eager.log_probabilities_of), False
 
     def log_probabilities(x: Tensor, index: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = run(bare._replace(x=x, beside={"target": signed(index)}), results)
+        call = Call(TOKEN_LOGPROBS, x, settings, options, None, {"target": signed(index)})
+        found: tuple[Tensor, ...] = run(call, results)
         return found
 
     return keep(PREPARED_CALLS, key, log_probabilities) if is_constant else log_probabilities

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..core.arguments import checked_dim
-from ..core.call import NOTHING, Call
+from ..core.call import NOTHING, Call, Settings
 from ..core.options import SCORE_OPTIONS, bits
 from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, one_row_as_many, output_shape, task_of
 from ..core.view import View, contiguous_strides, strides_of_rows
@@ -86,24 +86,23 @@ def operands_of(call: Call) -> Mapping[str, Any]:
     A number is given as its bits.
     """
     options = call.options
-    operands = _broadcastable(call) if call.beside else {}
+    operands = broadcastable(call) if call.beside else {}
     if options is None:
         return operands
-    scale, softcap, bias, mask, _, _ = options
-    if bias is not None:
-        operands["bias"] = bias
-    if mask is not None:
-        operands["mask"] = mask
-    if isinstance(scale, torch.Tensor):
-        operands["scale"] = scale
-    elif scale != 1:
-        operands["scale"] = bits(scale)
-    if softcap is not None:
-        operands["softcap"] = bits(softcap)
+    if options.bias is not None:
+        operands["bias"] = options.bias
+    if options.mask is not None:
+        operands["mask"] = options.mask
+    if isinstance(options.scale, torch.Tensor):
+        operands["scale"] = options.scale
+    elif options.scale != 1:
+        operands["scale"] = bits(options.scale)
+    if options.softcap is not None:
+        operands["softcap"] = bits(options.softcap)
     return operands
 
 
-def _broadcastable(call: Call) -> dict[str, Any]:
+def broadcastable(call: Call) -> dict[str, Any]:
     """The operands of a call: those of the rows get the softmax dimension, and those of the classes the ones after."""
     operation, dim, ndim = call.operation, call.settings.dim, call.x.dim()
     operands = dict(call.beside)
@@ -151,14 +150,14 @@ def prepare(
     shape = output_shape(first, x.shape, axis, settings.keepdim and first is operation.result)
     if out is not None:
         checked_out(operation.name, out, shape, dtype, x.device)
+    of_axis = settings._replace(dim=axis, dtype=dtype)
     if x.numel() == 0:
-        return _for_empty_input(call, outputs, axis, shape, dtype)
+        return _for_empty_input(call, outputs, of_axis, shape)
     # An `out` of another shape is empty, and will be resized to a contiguous tensor.
     task = _task(call, operands, outputs, axis, out if out is not None and out.shape == shape else None)
     the_plan = plan_of(task, x.device, settings.choice)
     if the_plan.backend == "eager":
-        eager_settings = settings._replace(dim=axis, dtype=dtype)
-        return lambda x, out=None, _=NOTHING: eager.call(operation, x, eager_settings, out)
+        return lambda x, out=None, _=NOTHING: eager.call(operation, x, of_axis, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
     return _with_outputs(launch, call, task, shape, axis)
 
@@ -259,12 +258,9 @@ def plan_of(task: Task, device: torch.device, choice: Choice) -> Plan:
     return planner_for(from_torch(device.type, device.index or 0), choice).plan(task, choice)
 
 
-def _for_empty_input(
-    call: Call, outputs: tuple[str, ...], axis: int, shape: tuple[int, ...], dtype: torch.dtype
-) -> Prepared:  # fmt: skip
-    """The function for an input without elements."""
-    operation, device = call.operation, call.x.device
-    settings = call.settings._replace(dim=axis, dtype=dtype)
+def _for_empty_input(call: Call, outputs: tuple[str, ...], settings: Settings, shape: tuple[int, ...]) -> Prepared:
+    """The function for an input without elements; the settings have the axis, and the dtype of the result."""
+    operation, device, axis, dtype = call.operation, call.x.device, settings.dim, settings.dtype
     if operation.backward:
         return lambda x, out=None, _=NOTHING: torch.empty(shape, dtype=dtype, device=device)
     wide = torch.promote_types(torch.promote_types(call.x.dtype, dtype), torch.float32)

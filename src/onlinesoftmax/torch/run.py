@@ -58,14 +58,12 @@ def _checked(run: Callable[..., Any], call: Call) -> Callable[..., Any]:
     """The function `run`, which first checks that writing `out` does not change elements that are still to be read."""
     if call.out is None:
         return run
-    out_bytes, x_bytes = extent(call.out), extent(call.x)
-    # The function lives as long as the cache, and must not keep the tensors of the first call alive.
-    bare = call._replace(x=None, out=None)
+    name, options, out_bytes, x_bytes = call.operation.name, call.options, extent(call.out), extent(call.x)
 
     def checked(x: torch.Tensor, out: torch.Tensor) -> Any:
         # The memory of `out` and of x overlaps: only some overlaps are allowed.
         if -out_bytes < out.data_ptr() - x.data_ptr() < x_bytes:
-            check_out_memory(bare._replace(x=x, out=out))
+            check_out_memory(name, x, options, out)
         return run(x, out)
 
     return checked
@@ -96,11 +94,10 @@ def run(call: Call) -> torch.Tensor:
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and reasons.why_not_by_default(x) is not None
     if (by_default or backend == "eager") and strategy in (None, "row"):
+        y = _by_pytorch(call)
         if key and out is None:
-            bare = call._replace(x=None)
-            prepared: torch.Tensor = keep(PREPARED_CALLS, key, lambda x, _: _by_pytorch(bare._replace(x=x)))(x, None)
-            return prepared
-        return _by_pytorch(call)
+            keep(PREPARED_CALLS, key, _prepared_by_pytorch(operation, settings, options))
+        return y
     if reason := reasons.why_not_kernels(x, dtype):
         if backend is None and strategy is None:
             return _by_pytorch(call)
@@ -109,9 +106,9 @@ def run(call: Call) -> torch.Tensor:
         return _over_dims(call)
     if key:
         if out is not None:
-            check_out_memory(call)
-        y: torch.Tensor = keep(PREPARED_CALLS, key, _checked(autograd.prepared_call(call), call))(x, out)
-        return y
+            check_out_memory(operation.name, x, options, out)
+        prepared: Callable[..., torch.Tensor] = _checked(autograd.prepared_call(call), call)
+        return keep(PREPARED_CALLS, key, prepared)(x, out)
     return _by_kernel(with_autocast(call))
 
 
@@ -129,16 +126,16 @@ def _by_kernel(call: Call) -> torch.Tensor:
         from . import custom_op
 
         dim = checked_dim(operation.name, settings.dim, x.dim())
-        y = custom_op.forward(call._replace(settings=settings._replace(dim=dim), out=None))
+        y = custom_op.forward(Call(operation, x, settings._replace(dim=dim), call.options))
         return y if out is None else _write(operation, y, out)
     if _wants_derivatives(x, call.options):
         if out is not None:
             _refuse_out(operation)
         return (transformed if is_transformed() else autograd).apply(call)
     if out is not None:
-        check_out_memory(call)
+        check_out_memory(operation.name, x, call.options, out)
     if settings.choice.batch_invariant:
-        (y,) = gradients.outputs_of(call._replace(out=None), (operation.result.name,))
+        (y,) = gradients.outputs_of(Call(operation, x, settings, call.options), (operation.result.name,))
         return y if out is None else _write(operation, y, out)
     found: torch.Tensor = run_kernel(call)
     return found
@@ -187,11 +184,17 @@ def _by_pytorch(call: Call) -> torch.Tensor:
         raise NotImplementedError(f"{operation}(): dtype {settings.dtype} is not floating point")
     if out is not None and _wants_derivatives(x, options):
         _refuse_out(operation)
-    if settings.dtype is None and autocasts(x):
-        dtype = _autocast_dtype(operation, x.dtype, x.device.type)
-        call = call._replace(settings=settings._replace(dtype=dtype))
-    y = eager.call_on_scores(call)
+    y = eager.call_on_scores(with_autocast(call))
     return y if out is None else _write(operation, y, out)
+
+
+def _prepared_by_pytorch(
+    operation: Operation, settings: Settings, options: ScoreOptions | None
+) -> Callable[[torch.Tensor, None], torch.Tensor]:
+    """The function (x, None) that runs PyTorch's operations for calls that `_by_pytorch` has checked."""
+    if options is None:
+        return lambda x, _: eager.call(operation, x, settings, None)
+    return lambda x, _: eager.call_on_scores(Call(operation, x, settings, options))
 
 
 def _check_out_of_pytorch(call: Call) -> None:
@@ -199,7 +202,7 @@ def _check_out_of_pytorch(call: Call) -> None:
     operation, x, settings, out = call.operation, call.x, call.settings, call.out
     if type(x) not in formulas.PLAIN_TYPES or x.layout != torch.strided or x.is_meta or torch.compiler.is_compiling():
         return
-    check_out_memory(call)
+    check_out_memory(operation.name, x, call.options, out)
     shape, dims = tuple(x.shape), settings.dim if isinstance(settings.dim, tuple | list) else (settings.dim,)
     if operation.per_row:
         shape = reduced_shape(shape, [checked_dim(operation.name, dim, x.dim()) for dim in dims], settings.keepdim)
@@ -242,7 +245,7 @@ def _over_dims(call: Call) -> torch.Tensor:
     if len(dims) < len(settings.dim):
         raise RuntimeError(f"{operation}(): dim {tuple(settings.dim)} names a dimension twice")
     if not x.dim():
-        return run(call._replace(settings=settings._replace(dim=0)))
+        return run(Call(operation, x, settings._replace(dim=0), options, out))
     # `dim=()` means all dimensions, as in PyTorch.
     dims = dims or list(range(x.dim()))
     at = dims[0] if dims[-1] - dims[0] < len(dims) else x.dim() - len(dims)

@@ -7,7 +7,7 @@ For sharded rows: the merge of their states, and the incoming gradients.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,16 +54,16 @@ def reducer(
     if backend is None or (mean and not may_count(target, weight, loss)):
         return None
     wide = loss.wide(x)
-    adds, counts = _reductions(x, target, weight, loss, classes or x.shape[loss.dim])
+    counts = partial(_reduction, x, target, weight, loss, classes or x.shape[loss.dim])
     if not with_gradient:
-        return Reducer(
-            None, _total(_prepared(backend, counts, x.device, _alignments(target, weight)), result, x.device)
-        )
+        both = _prepared(backend, counts(), x.device, _alignments(target, weight))
+        return Reducer(None, _total(both, result, x.device))
     # The losses and the factor are new tensors.
-    add = _prepared(backend, adds._replace(divides=mean), x.device, ())
+    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[result], divides=mean)
+    add = _prepared(backend, adds, x.device, ())
     if not mean:
         return Reducer(lambda _target, _weight: _ones(wide, x.device), _total(add, result, x.device))
-    count = _prepared(backend, counts._replace(result=None), x.device, _alignments(target, weight))
+    count = _prepared(backend, counts(adds=False), x.device, _alignments(target, weight))
     return Reducer(_factor(count, wide, x.device), _total(add, result, x.device))
 
 
@@ -72,18 +72,22 @@ def _alignments(target: Tensor, weight: Tensor | None) -> tuple[bool, ...]:
     return (aligned(target),) if weight is None else (aligned(target), aligned(weight))
 
 
-def _reductions(
-    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, classes: int
-) -> tuple[Reduction, Reduction]:
-    """The sum of the losses, and the whole reduction of a loss: the same for a sum, the mean in one launch."""
-    wide = loss.wide(x)
-    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[loss.settings.dtype])
+def _reduction(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, classes: int, adds: bool = True, keeps: bool = False
+) -> Reduction:
+    """The sum of the losses, or their mean in one launch.
+
+    Args:
+        x, target, weight, loss: The arguments of the call.
+        classes: Number of classes of whole rows.
+        adds: False for the divisor of the mean alone.
+        keeps: Write the divisor of a mean beside the total.
+    """
+    rows, wide, result = target.numel(), DTYPE_NAMES[loss.wide(x)], DTYPE_NAMES[loss.settings.dtype] if adds else None
     if loss.reduction == "sum":
-        return adds, adds
-    kind = weight if weight is None else DTYPE_NAMES[weight.dtype]
-    return adds, Reduction(
-        adds.rows, adds.accumulator, adds.result, False, DTYPE_NAMES[target.dtype], kind, classes, loss.ignore_index
-    )
+        return Reduction(rows, wide, result)
+    of_target, of_weight = DTYPE_NAMES[target.dtype], None if weight is None else DTYPE_NAMES[weight.dtype]
+    return Reduction(rows, wide, result, False, of_target, of_weight, classes, loss.ignore_index, keeps)
 
 
 def weight_scaler(x: Tensor, target: Tensor, weight: Tensor, loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
@@ -114,9 +118,9 @@ def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: L
     backend, result, wide = backend_for(x), loss.settings.dtype, loss.wide(x)
     assert backend is not None
     assert result is not None
-    _, reduction = _reductions(x, target, weight, loss, classes)
-    keeps = reduction.target is not None
-    run = _prepared(backend, reduction._replace(keeps=keeps), x.device, _alignments(target, weight))
+    reduction = _reduction(x, target, weight, loss, classes, keeps=True)
+    keeps = reduction.keeps
+    run = _prepared(backend, reduction, x.device, _alignments(target, weight))
     scalar, pair = _template((), result, x.device), _template((2,), wide, x.device)
 
     def total(losses: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -81,7 +81,7 @@ class Op(NamedTuple):
         """The operation of a call on these operands."""
         op = cls(name, outputs, factor, numbers=numbers)
         names = tuple(jax.eval_shape(op.row_operands, dict(operands)))
-        return op._replace(row_operand_names=names, exact=op.result_dtype(operands).itemsize > 2)
+        return cls(name, outputs, factor, op.result_dtype(operands).itemsize > 2, numbers, names)
 
     def result_dtype(self, operands: Mapping[str, Array]) -> Any:
         """Dtype of the result: that of x, or that of dy where dy is read per element."""
@@ -311,7 +311,7 @@ class Op(NamedTuple):
 
     def output(self, a: Array, b: Array, constants: RowConstants, column: Array | None = None) -> Array:
         """The output for the elements (a, b); an operation with a target needs their columns."""
-        t, s, low, *_ = constants
+        t, s, low = constants.t, constants.shift, constants.low
         if self.name == "softmax_backward":
             return self.factor * (a * (b - t))
         if self.name == "log_softmax_backward":
@@ -325,7 +325,7 @@ class Op(NamedTuple):
     def _with_target(self, y: Array, w: Array, e: Array, constants: RowConstants, hit: Any) -> Array:
         """The gradient in scores, from its part y that all columns have; `hit` is True at the target."""
         own: Any
-        t, _, _, _, own, spread, slope = constants
+        t, own, spread, slope = constants.t, constants.own, constants.spread, constants.slope
         # A row whose incoming gradients are 0 gives 0, even if it holds NaN.  Mosaic selects by arrays alone.
         y = jnp.where(jnp.broadcast_to(t, y.shape) == 0, jnp.zeros_like(y), y)
         if slope is not None:

@@ -29,7 +29,7 @@ LINE_CHUNKS = CACHE_LINE // 16
 """Chunks of a cache line: the fewest that a block owns of a row which it shares with other blocks."""
 
 HELD_REGISTERS = 64
-"""Most registers of a thread for its chunks of a row, in the kernels without a ring (grid/ring.py)."""
+"""Most registers of a thread for its chunks of a row, in the kernels without a ring (grid/ring_proposals.py)."""
 
 OTHER_REGISTERS = 32
 """Fewest registers of a thread for everything but its chunks; `other_registers` has the number of a problem."""
