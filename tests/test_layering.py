@@ -98,7 +98,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "kernels.cuda.merge": {"torch"},
     "kernels.cuda.multiply": {"torch"},
     "kernels.cuda.reduction": {"torch"},
-    "kernels.cuda.shard_mail": {"torch"},
+    "kernels.cuda.process_mailboxes": {"torch"},
     "lab.bench.sharded": {"torch"},
     "lab.bench.sharded.*": {"torch"},
     "cli.*": {"typer", "rich"},

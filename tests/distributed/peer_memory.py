@@ -28,7 +28,7 @@ from distributed.processes import (
     same_everywhere,
 )
 from onlinesoftmax.distributed import mailboxes
-from onlinesoftmax.kernels.cuda.shard_mail import MAIL
+from onlinesoftmax.kernels.cuda.process_mailboxes import MAIL
 
 sharded = osm.distributed
 

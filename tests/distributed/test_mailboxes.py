@@ -14,7 +14,7 @@ import torch
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import ANY, Choice, ColumnRange
 from onlinesoftmax.distributed import fast_path, mailboxes
-from onlinesoftmax.kernels.cuda.shard_mail import ShardMail, words_of_mail
+from onlinesoftmax.kernels.cuda.process_mailboxes import ShardMail, words_of_mail
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 

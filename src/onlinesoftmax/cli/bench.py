@@ -16,7 +16,7 @@ from ..lab.bench.cases import MEASURED
 from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
-from . import benchmarks, output
+from . import bench_steps, output
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
@@ -88,7 +88,7 @@ def bench(
     options["suite"] = suite or ("forward" if where is not None and where.type == "cuda" else "cpu")
     with output.refusing():
         chosen = suite_of(options["suite"], quick)
-        benchmarks.check_options(chosen, options)
+        bench_steps.check_options(chosen, options)
     if where is None:
         from .sharded import measure_sharded
 
@@ -105,8 +105,8 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
         ours, known = (OursHead, HEAD_PEERS) if suite.measures == "head time" else _sides(framework)
         usual = ",".join(known) if suite.measures == "head time" else next(iter(known))
         names = options["peers"] if options["peers"] is not None else usual
-        asked = peers(benchmarks.split_names(names), where.type, known)
-        todo = benchmarks.todo_of(suite, options)
+        asked = peers(bench_steps.split_names(names), where.type, known)
+        todo = bench_steps.todo_of(suite, options)
     # Suites of heads exclude a forced plan.
     us = ours(where.type, *(forced if any(forced) else ()))
     if reason := us.why_absent():
@@ -115,16 +115,16 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     everybody = [us, *(peer for peer in asked if peer.name not in absent)]
     options |= {"repeat": options["repeat"] or suite.repeat_ms, "device": str(where), "peers": names}
     with output.refusing():
-        recording = benchmarks.begun(where, options, suite, todo, absent)
-    benchmarks.measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
-    benchmarks.show(recording, options["as_json"])
+        recording = bench_steps.begun(where, options, suite, todo, absent)
+    bench_steps.measure(recording, partial(_steps, suite, everybody, where, options), options["out"])
+    bench_steps.show(recording, options["as_json"])
     found = recording.found
     if found and all(each.skipped for each in found):
         output.fail(f"no case was measured; the first was skipped: {found[0].skipped}")
     if found and all(any(r.who == "ours" and r.status == "refused" for r in each.results) for each in found):
         who = "the forced plan" if any(forced) else "onlinesoftmax"
         output.fail(f"{who} can run none of these cases: {found[0].results[0].reason}")
-    raise typer.Exit(int(benchmarks.failed(recording)))
+    raise typer.Exit(int(bench_steps.failed(recording)))
 
 
 def _steps(

@@ -12,7 +12,7 @@ from ..linear.plans import FUNCTIONS
 from ..ops import OPERATIONS
 from ..planner.facts import lacks_memory, plan_facts
 from . import output
-from .benchmarks import split_names
+from .bench_steps import split_names
 
 if TYPE_CHECKING:
     from ..explanation import Explanation, HeadExplanation

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from ..lab.names import check_names
-from . import benchmarks, output
+from . import bench_steps, output
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
@@ -77,9 +77,9 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
     from ..lab.bench.sharded.team import Team
 
     with output.refusing():
-        asked = list(PEERS) if options["peers"] is None else benchmarks.split_names(options["peers"])
+        asked = list(PEERS) if options["peers"] is None else bench_steps.split_names(options["peers"])
         check_names("peer", asked, PEERS)
-        todo = benchmarks.todo_of(suite, options)
+        todo = bench_steps.todo_of(suite, options)
     asked = list(dict.fromkeys(asked))
     kind = _device_type(options["device"])
     with joining():
@@ -90,16 +90,16 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         repeat_ms = options["repeat"] or suite.repeat_ms
         options |= {"repeat": repeat_ms, "peers": ",".join(asked), "device": str(team.device)}
         recording = _begun(team, options, suite, todo)
-        benchmarks.measure(
+        bench_steps.measure(
             recording, lambda left: run(left, everybody, team, repeat_ms), options["out"], leader=not team.rank
         )
         if not team.rank:
-            benchmarks.show(recording, options["as_json"])
+            bench_steps.show(recording, options["as_json"])
         # torchrun ends all processes when the first one ends with an error, and process 0 must print before.
         team.largest(0.0)
     finally:
         dist.destroy_process_group()
-    raise typer.Exit(int(benchmarks.failed(recording)))
+    raise typer.Exit(int(bench_steps.failed(recording)))
 
 
 def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) -> Recording:
@@ -114,7 +114,7 @@ def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) 
     found: list[Any] = [None, None]
     if not team.rank:
         try:
-            found[0] = benchmarks.begun(team.device, options, suite, todo, {}, processes=processes)
+            found[0] = bench_steps.begun(team.device, options, suite, todo, {}, processes=processes)
         except ValueError as error:
             found[0] = str(error)
         found[1] = options["out"]

@@ -12,7 +12,7 @@ import typer
 
 from . import output
 from .bench import torch_device
-from .benchmarks import split_names
+from .bench_steps import split_names
 
 if TYPE_CHECKING:
     from ..core.device import Device

@@ -21,7 +21,7 @@ import torch
 from ..core.processes import device_of_small_exchanges, gathered, timeout_of
 from ..core.task import ANY, ITEMSIZE, MOST_PROCESSES, Choice, ColumnRange
 from ..kernels import registry
-from ..kernels.cuda.shard_mail import MAIL, ShardMail, words_of_mail
+from ..kernels.cuda.process_mailboxes import MAIL, ShardMail, words_of_mail
 from ..planner.strategies import TABLE
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES

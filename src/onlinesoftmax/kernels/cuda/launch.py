@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..request import Request
-from . import compile, driver, shard_mail
+from . import compile, driver, process_mailboxes
 from .messages import shard_message_words, team_mail_words
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, POINTERS, SHARD_MAIL, pack
 from .source import (
@@ -57,7 +57,7 @@ def bind(request: Request) -> Run:
         early = request.follows_divisor and plan.strategy != "grid" and may_begin_early(index)
         call = driver.Arguments(values, driver.launch_config(*config, early=early), kernel)
         if shards is not None:
-            boxes = shard_mail.MAIL[shards]
+            boxes = process_mailboxes.MAIL[shards]
             call.fields[_FIRST_SHARD:_AFTER_SHARDS] = boxes.addresses
             call.fields[_SET_WORDS], call.fields[_TIMEOUT] = boxes.set_words, boxes.timeout_ns
         return call
@@ -85,7 +85,7 @@ def bind(request: Request) -> Run:
                     else _default_stream_words(field, count, EMPTY, index)
                 )
             if shards is not None:
-                boxes = shard_mail.MAIL[shards]
+                boxes = process_mailboxes.MAIL[shards]
                 fields[_NUMBER] = boxes.next_launch(shard_words, stream, index)
         status = launch(*call.addresses)
         if status:

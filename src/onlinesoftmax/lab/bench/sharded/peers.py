@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .... import api, distributed
 from ....core.processes import gathered
-from ....kernels.cuda.shard_mail import MAIL
+from ....kernels.cuda.process_mailboxes import MAIL
 from .. import formulas
 from ..cases import STATISTICS, Case
 from ..check import Inputs
