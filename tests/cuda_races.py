@@ -26,6 +26,7 @@ from cuda_targets import ASKED, KERNELS, PIPELINE, STRATEGY_COLS, Ask, a_task, c
 from onlinesoftmax.kernels.cuda import reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.sampling.kernels import source as sampling
 
 ROWS = 20
 """Rows of a call.  A block of row, pipeline and stream gets several."""
@@ -43,6 +44,7 @@ REMOVED_BARRIERS = (
     ("cluster", "row/block_reduce.cuh", "__syncthreads();"),
     (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
     ("reduction", "pass/reduction.cuh", "__syncthreads();"),
+    ("sample", "held_row.cuh", "__syncthreads();   // before any thread adds"),
 )
 """Kernels, and barriers that they need: the first such statement of a file."""
 
@@ -53,7 +55,7 @@ def main(folder: Path) -> None:
         sys.exit("ThreadSanitizer is not loaded; run: python -m pytest tests/kernels/test_cuda_races.py")
     # g++ must not load ThreadSanitizer.
     os.environ.pop("LD_PRELOAD", None)
-    for kernel in (*KERNELS, "reduction"):
+    for kernel in (*KERNELS, "reduction", "sample"):
         run_kernel(kernel, kernel, folder)
     text = source.text
     for kernel, file, barrier in REMOVED_BARRIERS:
@@ -73,6 +75,8 @@ def run_kernel(kernel: str, name: str, folder: Path, asks: Sequence[Ask] = ASKS)
     if kernel == "reduction":
         # Two whole blocks and a part of a third: ThreadSanitizer takes long to begin a thread, and a block has 512.
         return reduce_losses(10000, folder)
+    if kernel == "sample":
+        return sample(folder)
     for ask in asks:
         call(kernel, ask, folder)
     return None
@@ -93,6 +97,23 @@ def reduce_losses(rows: int, folder: Path) -> None:
     arrays = {"losses": np.ones(rows, np.float32), "target": np.zeros(rows, np.int64), "out": np.zeros(1, np.float32)}
     cuda_simulator.simulate_reduction(one, arrays, np.full(reduction.MAIL_WORDS, -1).view(np.uint64), folder)
     assert arrays["out"] == 1
+
+
+def sample(folder: Path) -> None:
+    """Run the kernel that samples, with every filter, on rows of two blocks."""
+    rows, cols, top = 2, 2000, 3
+    arrays: dict[str, Any] = {
+        "x": np.linspace(-3, 3, rows * cols, dtype=np.float32), "temperature": np.ones(rows, np.float32),
+        "top_k": np.full(rows, 40), "top_p": np.full(rows, 0.5, np.float32), "min_p": np.full(rows, 0.01, np.float32),
+        "seed": np.arange(rows), "offset": np.zeros(rows, np.int64), "token": np.zeros(rows, np.int64),
+        "logprob": np.zeros(rows, np.float32), "lse": np.zeros(rows, np.float32), "kept": np.zeros(rows, np.int64),
+        "valid": np.zeros(rows, np.uint8), "top_tokens": np.zeros(rows * top, np.int64),
+        "top_logprobs": np.zeros(rows * top, np.float32),
+    }  # fmt: skip
+    numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top)
+    fields = np.array([*(arrays[name].ctypes.data for name in sampling.POINTERS), *numbers])
+    cuda_simulator.simulate_sample(sampling.Shape("float32", 2, True, True), fields, rows, folder)
+    assert arrays["top_tokens"].tolist() == [cols - 1, cols - 2, cols - 3] * rows
 
 
 if __name__ == "__main__":

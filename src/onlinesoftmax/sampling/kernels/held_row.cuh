@@ -123,7 +123,7 @@ struct Slice {
 
     __device__ inline void clear_bins() {
         for (int i = threadIdx.x; i < BINS; i += THREADS) board->bins[i] = 0;
-        __syncthreads();
+        __syncthreads();   // before any thread adds
     }
 
     // The largest place up to which the tokens weigh at least `goal`, which is positive and at most what all of them
