@@ -22,15 +22,7 @@ from ..core.call import Call
 from ..core.options import bits
 from ..ops import CROSS_ENTROPY
 from . import loss_eager
-from .autograd import (
-    is_recorded,
-    launch,
-    prepared_launch,
-    prepared_recording,
-    prepared_results,
-    record,
-    results_of,
-)
+from .autograd import is_recorded, launch, prepared_launch, prepared_recording, prepared_results, record, results_of
 from .formulas import accumulator_of
 from .gradients import is_traced
 from .loss_arguments import Loss, is_class, scales_weight

@@ -17,26 +17,10 @@ from ..ops.cross_entropy.arguments import class_dim
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_eager, loss_kernels, several_tokens
-from .arguments import (
-    TORCH,
-    autocasts,
-    check_options,
-    check_scale_is_constant,
-    checked_loss,
-    checked_number,
-)
+from .arguments import TORCH, autocasts, check_options, check_scale_is_constant, checked_loss, checked_number
 from .autograd import prepared_results, results_of
 from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
-from .loss_arguments import (
-    MOST_EXACT_INDEX,
-    UNSIGNED,
-    Loss,
-    counted,
-    equals,
-    is_class,
-    signed,
-    with_constants,
-)
+from .loss_arguments import MOST_EXACT_INDEX, UNSIGNED, Loss, counted, equals, is_class, signed, with_constants
 from .reasons import DTYPES, why_pytorch
 
 Tensor = torch.Tensor

@@ -20,15 +20,7 @@ from ..core.task import ANY, Choice
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from . import autograd, eager, formulas, gradients, reasons, transformed
-from .arguments import (
-    autocasts,
-    check_options,
-    check_out_memory,
-    check_out_shape,
-    checked_out,
-    extent,
-    reduced_shape,
-)
+from .arguments import autocasts, check_options, check_out_memory, check_out_shape, checked_out, extent, reduced_shape
 from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
 from .loss_run import check_targets, check_tokens, run_loss, run_tokens
 from .prepare import run as run_kernel

@@ -15,15 +15,7 @@ from ..request import Request
 from . import compile, driver, process_mailboxes
 from .messages import shard_message_words, team_mail_words
 from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, POINTERS, SHARD_MAIL, pack
-from .source import (
-    blocks,
-    kernel_name,
-    loss_mail_words,
-    places_of,
-    shared_memory,
-    sizes_of,
-    source,
-)
+from .source import blocks, kernel_name, loss_mail_words, places_of, shared_memory, sizes_of, source
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
 

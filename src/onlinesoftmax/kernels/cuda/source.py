@@ -17,17 +17,7 @@ from ...ops import OPERATIONS
 from ...planner.plan import Plan
 from ..registry import own_kernels
 from ..request import Request
-from .messages import (
-    COPIES,
-    CPP_TYPES,
-    LINE_WORDS,
-    SETS,
-    SLOTS,
-    keeps_argmax,
-    message_packets,
-    sum_count,
-    sum_type,
-)
+from .messages import COPIES, CPP_TYPES, LINE_WORDS, SETS, SLOTS, keeps_argmax, message_packets, sum_count, sum_type
 from .params import (
     CALL_OUTPUTS,
     CALL_TENSORS,

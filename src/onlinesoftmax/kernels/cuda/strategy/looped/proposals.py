@@ -6,13 +6,7 @@ from .....core.device import Device
 from .....core.problem import Problem
 from .....planner.proposal import Proposal, no_gpu, reads
 from .....planner.variant import Variant
-from ..blocks import (
-    MOST_BLOCKS,
-    NO_REGISTERS,
-    most_chunks,
-    propose,
-    resident_blocks,
-)
+from ..blocks import MOST_BLOCKS, NO_REGISTERS, most_chunks, propose, resident_blocks
 
 
 def looped(problem: Problem, device: Device) -> list[Proposal] | str:
