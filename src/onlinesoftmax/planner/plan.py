@@ -21,17 +21,7 @@ from .measured import Table
 from .price import Plan, priced
 from .strategies import TABLE, Strategies, strategies_of
 
-__all__ = [
-    "INVARIANT_ROWS",
-    "Plan",
-    "PlanError",
-    "Planner",
-    "Refusal",
-    "Strategies",
-    "best",
-    "plan",
-    "priced",
-]
+__all__ = ["INVARIANT_ROWS", "Plan", "PlanError", "Planner", "Refusal", "Strategies", "best", "plan", "priced"]
 
 
 class PlanError(ValueError):
