@@ -50,6 +50,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
         "distributed/linear/__init__.py",
         "files/apply.py",
         "linear/__init__.py",
+        "linear/module.py",
         "sampling/__init__.py",
         "jax/functions.py",
         "jax/linear/__init__.py",

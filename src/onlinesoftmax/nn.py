@@ -26,7 +26,12 @@ from .kernels.registry import needing
 with needing("torch", "onlinesoftmax.nn"):
     import torch
 
-__all__ = ["CrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d", "replace"]
+    from .linear.module import LinearCrossEntropyLoss
+
+__all__ = [
+    "CrossEntropyLoss", "LinearCrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d",
+    "replace",
+]  # fmt: skip
 
 
 class _WithOptions(torch.nn.Module):

@@ -124,6 +124,24 @@ def test_statistics() -> None:
         torch.testing.assert_close(a.flatten(), c)
 
 
+def test_a_module_holds_the_head_as_pytorch_does() -> None:
+    x, _, b, target = head()
+    module = osm.nn.LinearCrossEntropyLoss(7, 11, bias=True, weight=b.detach().exp(), z_loss=0.01, reduction="sum")
+    module = module.to(DEVICE, torch.float64)
+    assert list(module.state_dict()) == ["weight", "linear.weight", "linear.bias"]
+    w, bias = module.linear.weight, module.linear.bias
+    weights = torch.rand(TOKENS, dtype=torch.float64, device=DEVICE)
+    given: dict[str, Any] = {"reduction": "sum", "z_loss": 0.01, "weight": module.weight, "token_weight": weights}
+    same_with_gradients(module(x, target, token_weight=weights), expected(x, w, bias, target, **given), [x, w, bias])
+    if hasattr(torch.nn, "LinearCrossEntropyLoss"):
+        theirs = torch.nn.LinearCrossEntropyLoss(7, 11, bias=True, weight=torch.ones(11, dtype=torch.float64))
+        theirs.load_state_dict(module.state_dict())
+    mistakes: tuple[dict[str, Any], ...] = ({"weight": torch.ones(3)}, {"scale": torch.ones(())}, {"softcap": -1.0})
+    for wrong in mistakes:
+        with pytest.raises((RuntimeError, TypeError, ValueError), match="LinearCrossEntropyLoss"):
+            osm.nn.LinearCrossEntropyLoss(7, 11, **wrong)
+
+
 @pytest.mark.skipif(GPU, reason="without a GPU, Triton's interpreter runs the kernels")
 @pytest.mark.parametrize("plan", MEMORY)
 def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
