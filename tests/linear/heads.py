@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn import functional
+
+import onlinesoftmax as osm
 
 Tensor = torch.Tensor
 
@@ -64,3 +67,41 @@ def clipped(logprob: Tensor, entropy: Tensor, lse: Tensor, old: Tensor, advantag
     """PPO's loss of a token, with an entropy bonus and a penalty of lse."""
     ratio = (logprob - old).exp()
     return -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) - 0.01 * entropy + 1e-3 * lse * lse
+
+
+CALLS: dict[str, Any] = {
+    "mean": lambda x, w, b, target, **given: osm.linear_cross_entropy(x, w, target, linear_bias=b, **given),
+    "none": lambda x, w, b, target, **given: osm.linear_cross_entropy(
+        x, w, target, linear_bias=b, reduction="none", **given
+    ).sum(),
+    "smoothed": lambda x, w, b, target, **given: osm.linear_cross_entropy(
+        x, w, target, linear_bias=b, reduction="none", label_smoothing=0.1, **given
+    ).sum(),
+    "logprobs": lambda x, w, b, target, **given: sum(
+        t.sin().sum() for t in osm.linear_token_logprobs(x, w, target, linear_bias=b, ignore_index=-100, **given)
+    ),
+    "loss": lambda x, w, b, target, **given: osm.linear_token_loss(
+        x, w, target, lambda p, h, lse: lse * h - p.exp(), linear_bias=b, **given
+    ),
+}
+"""A number that needs all gradients, from each function and each way to its gradient."""
+
+PLANS_OF = {
+    "mean": ("stored", "tokens", "columns"),
+    "none": ("stored", "columns"),
+    "smoothed": ("stored", "tokens"),
+    "logprobs": ("stored", "columns"),
+    "loss": ("stored", "tokens"),
+}
+PROBLEM_OF: dict[str, tuple[str, bool, bool]] = {
+    "mean": ("linear_cross_entropy", False, False),
+    "none": ("linear_cross_entropy", True, False),
+    "smoothed": ("linear_cross_entropy", True, True),
+    "logprobs": ("linear_token_logprobs", False, False),
+    "loss": ("linear_token_loss", False, False),
+}
+"""Arguments of `problem_of`: function, each and whole_rows."""
+
+each_call_and_plan = pytest.mark.parametrize(
+    ("call", "plan"), [(call, plan) for call, names in PLANS_OF.items() for plan in names]
+)

@@ -6,11 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from heads import DEVICE, MEMORY, Tensor, expected, head, same_with_gradients
+from heads import (
+    CALLS,
+    DEVICE,
+    GPU,
+    MEMORY,
+    PROBLEM_OF,
+    Tensor,
+    each_call_and_plan,
+    expected,
+    head,
+    same_with_gradients,
+)
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from onlinesoftmax.linear import tokens
+from onlinesoftmax.linear import plans, tokens
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -95,40 +106,144 @@ def test_everything_ignored_is_nan_without_a_gradient() -> None:
     assert all((g == 0).all() for g in torch.autograd.grad(y, [x, w, b]))
 
 
-@pytest.mark.parametrize("count", [0, 1, 7])
-@pytest.mark.parametrize("classes", [1, 11])
+@pytest.mark.parametrize(("count", "classes"), [(0, 1), (0, 7), (1, 1), (1, 7), (7, 1), (7, 7), (2, 50257)])
 def test_small_sizes(count: int, classes: int) -> None:
-    x = torch.randn(count, 3, device=DEVICE, requires_grad=True)
-    w, target = (
-        torch.randn(classes, 3, device=DEVICE, requires_grad=True),
-        torch.zeros(count, dtype=torch.int64, device=DEVICE),
-    )
+    x, w = (torch.randn(n, 3, dtype=torch.float64, device=DEVICE, requires_grad=True) for n in (count, classes))
+    target = torch.arange(count, device=DEVICE) * 6101 % classes
     for reduction in ("mean", "sum", "none"):
         y = osm.linear_cross_entropy(x, w, target, reduction=reduction)  # type: ignore[arg-type]
-        torch.testing.assert_close(y, functional.cross_entropy(x @ w.t(), target, reduction=reduction), equal_nan=True)
-        assert all(g.shape == t.shape for g, t in zip(torch.autograd.grad(y.sum(), [x, w]), (x, w), strict=True))
+        theirs = functional.cross_entropy(x @ w.t(), target, reduction=reduction)
+        torch.testing.assert_close(y, theirs, equal_nan=True)
+        pairs = [torch.autograd.grad(y.sum(), [x, w]) for y in (y, theirs)]
+        # PyTorch's gradient of the mean of no tokens is NaN in the weight.
+        assert all(a.shape == b.shape and (count == 0 or torch.allclose(a, b)) for a, b in zip(*pairs, strict=True))
     y = osm.linear_token_loss(x, w, target, lambda logprob, *_: -logprob)
     torch.testing.assert_close(y, functional.cross_entropy(x @ w.t(), target), equal_nan=True)
-    assert osm.linear_token_logprobs(x, w, target).lse.shape == (count,)
+    found = osm.linear_token_logprobs(x, w, target)
+    torch.testing.assert_close(-found.logprob, functional.cross_entropy(x @ w.t(), target, reduction="none"))
 
 
-def test_frozen_tensors_cost_no_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, w, _, target = head()
-    made: list[tuple[int, ...]] = []
-    real = torch.mm
+@each_call_and_plan
+def test_gradcheck_and_the_same_bits(call: str, plan: str) -> None:
+    x, w, b, target = head()
+    given = {"memory": MEMORY[plan], "softcap": 4.0, "scale": torch.linspace(0.5, 1.5, 15, device=DEVICE).reshape(3, 5)}
+    assert torch.autograd.gradcheck(lambda *inputs: CALLS[call](*inputs, target, **given), (x, w, b), fast_mode=True)
+    runs = [torch.autograd.grad(CALLS[call](x, w, b, target, **given), [x, w, b]) for _ in range(2)]
+    assert all(map(torch.equal, *runs))
 
-    def counted(a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
-        made.append(tuple(kwargs["out"].shape) if "out" in kwargs else ())
-        return real(a, b, **kwargs)
 
-    monkeypatch.setattr(torch, "mm", counted)
-    for frozen, count in (((), 2), ((0,), 1), ((1,), 2), ((0, 1), 1)):
+@each_call_and_plan
+def test_padded_classes_and_frozen_tensors(call: str, plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class with the bias -inf does not count.  A gradient that nobody wants has no product."""
+    made: list[Any] = []
+    for name in ("mm", "addmm"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, real=real, **how: made.append(0) or real(*args, **how))
+    x, w, b, target = head()
+    target = target.clamp(max=8)
+    padded = torch.cat([b[:9], b.new_full((2,), -torch.inf)]).detach().requires_grad_()
+    less = [t.detach().requires_grad_() for t in (w[:9], b[:9])]
+    for frozen in ((), (0,), (1,), (0, 1, 2)):
         made.clear()
-        tensors = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((x, w))]
-        y = osm.linear_cross_entropy(*tensors, target)
-        # The product for the gradient of the weight is an addmm.
-        assert len(made) == count
-        assert y.requires_grad == (len(frozen) < 2)
+        tensors = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((x, w, padded))]
+        if call == "smoothed":
+            # A class with the probability 0 makes a smoothed loss infinite, as PyTorch's.
+            tensors[2] = tensors[2].detach().clamp(min=-9.0).requires_grad_(2 not in frozen)
+        # A gradient of the input lends its memory for a copy of the input.
+        memory = MEMORY[plan] if MEMORY[plan] is None or frozen != (0,) else MEMORY[plan] + 15 * 7 * 8
+        y = CALLS[call](*tensors, target, memory=memory)
+        assert y.requires_grad == (len(frozen) < 3)
+        found = torch.autograd.grad(y, [t for t in tensors if t.requires_grad]) if len(frozen) < 3 else ()
+        function, *how = PROBLEM_OF[call]
+        wanted = tuple([i not in frozen for i in range(3)])
+        planned = plans.plan_of(plans.problem_of(function, (15, 7, 11), "float64", wanted, *how), memory)
+        assert planned.chunks * planned.products == len(made)
+        again = bool(found) and (planned.name == "columns" or call == "smoothed")
+        assert planned.products == 1 + wanted[0] + wanted[1] + again
+        if not frozen and call != "smoothed":
+            theirs = CALLS[call](x, *less, target)
+            torch.testing.assert_close(y, theirs)
+            for a, c in zip(found, torch.autograd.grad(theirs, [x, *less]), strict=True):
+                torch.testing.assert_close(a[: len(c)], c)
+                assert not a[len(c) :].any()
+
+
+@pytest.mark.parametrize("plan", MEMORY)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_target_out_of_range_is_nan_without_a_gradient(plan: str, reduction: Any) -> None:
+    x, w, b, target = head()
+    wrong = target.clone()
+    wrong[0, 0], wrong[2, 4] = 11, -1
+    target[0, 0] = target[2, 4] = -100
+    how = {"linear_bias": b, "memory": MEMORY[plan], "reduction": reduction}
+    pairs = []
+    for each in (wrong, target):
+        y = osm.linear_cross_entropy(x, w, each, **how)
+        assert y.isnan().sum() == (0 if each is target else 1 if reduction == "sum" else 2)
+        pairs.append(torch.autograd.grad(y.sum(), [x, w, b]))
+    assert all(map(torch.equal, *pairs))
+
+
+def test_micro_batches_add_up_and_a_graph_is_retained() -> None:
+    x, w, b, target = head()
+    whole = torch.autograd.grad(osm.linear_cross_entropy(x, w, target, linear_bias=b, reduction="sum"), [w, b])
+    for part in range(3):
+        osm.linear_cross_entropy(x[part], w, target[part], linear_bias=b, reduction="sum").backward()
+    for ours, theirs in zip((w.grad, b.grad), whole, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for plan in ("stored", "columns"):
+        y = CALLS["logprobs"](x, w, b, target, memory=MEMORY[plan])
+        first, again = (torch.autograd.grad(y, [x, w, b], retain_graph=True) for _ in range(2))
+        assert all(map(torch.equal, first, again))
+
+
+def test_no_logarithm_is_above_0() -> None:
+    """One class has all the probability; the logits are large and rounded."""
+    x = torch.full((64, 8), 9.3, device=DEVICE, dtype=torch.bfloat16)
+    w = torch.linspace(-5, 5, 100, device=DEVICE).unsqueeze(1).expand(100, 8).bfloat16()
+    for memory in (None, 64 * 25 * 2 + 8):
+        found = osm.linear_token_logprobs(x, w, torch.full((64,), 99, device=DEVICE), memory=memory)
+        assert (found.logprob <= 0).all()
+        assert (found.entropy >= 0).all()
+
+
+def test_torch_func_and_batches_of_gradients_say_what_to_call() -> None:
+    x, w, b, target = head()
+    for call in ("mean", "logprobs", "loss"):
+
+        def f(x: Tensor, call: str = call) -> Any:
+            return CALLS[call](x, w, b, target)
+
+        for transform in (torch.func.grad(f), torch.func.vmap(lambda x, f=f: f(x), randomness="error")):
+            with pytest.raises(RuntimeError, match="call cross_entropy or token_logprobs on the logits"):
+                transform(x.detach())
+        with pytest.raises(RuntimeError, match="takes no batch"):
+            torch.autograd.grad(f(x), x, torch.ones(3, dtype=torch.float64, device=DEVICE), is_grads_batched=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@each_call_and_plan
+def test_cuda_graphs(call: str, plan: str) -> None:
+    """Forward and backward are captured: they do not wait for the GPU, and read new inputs from the same memory."""
+    x, w, b, target = head(torch.float32)
+
+    def step() -> Any:
+        y = CALLS[call](x, w, b, target, memory=MEMORY[plan])
+        return y.detach(), *torch.autograd.grad(y, [x, w, b])
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.mul_(-0.5)
+    graph.replay()
+    for ours, eager in zip(captured, step(), strict=True):
+        torch.testing.assert_close(ours, eager)
 
 
 def test_a_mean_in_float16_keeps_small_gradients() -> None:

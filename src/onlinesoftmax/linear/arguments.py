@@ -8,7 +8,8 @@ import torch
 
 from ..core.options import checked_options
 from ..core.task import ITEMSIZE
-from ..torch.arguments import TORCH, check_constant, checked_number
+from ..torch.arguments import TORCH, check_constant, check_first_derivative, checked_number, is_batched
+from ..torch.fast_path import is_transformed
 from ..torch.formulas import accumulator_of
 
 Tensor = torch.Tensor
@@ -63,6 +64,9 @@ def check_head(
         part: True where other processes have classes, so that this one may have none.
     """
     caller = f"{name}()"
+    if is_transformed():
+        instead = "call cross_entropy or token_logprobs on the logits of a linear layer"
+        raise RuntimeError(f"{caller} has no derivatives for torch.func and forward mode; {instead}")
     if str(input.dtype).removeprefix("torch.") not in ITEMSIZE:
         raise RuntimeError(f"{caller}: input must be floating point, got {input.dtype}")
     if not input.dim() or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -110,6 +114,13 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
     kind = t.device.type
     casts = torch.is_autocast_enabled(kind) and t.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if casts else t.dtype
+
+
+def check_gradients(*dys: Tensor | None) -> None:
+    """Refuse, in a backward pass, to differentiate the gradient, and to compute gradients for a batch of `dys`."""
+    check_first_derivative("the gradient of a head without logits")
+    if any(map(is_batched, dys)):
+        raise RuntimeError("the gradient of a head without logits takes no batch (is_grads_batched, torch.func.vmap)")
 
 
 def checked_options_of(name: str, scale: Any, softcap: Any, head: Head | None = None) -> Any:

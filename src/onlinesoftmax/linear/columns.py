@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.options import ScoreOptions
-from ..torch.arguments import check_first_derivative
 from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import is_class
+from .arguments import check_gradients
 from .plans import LinearPlan
 from .products import add_product, logits_of, without
 from .rows import Statistics, gradient, statistics
@@ -181,7 +181,7 @@ class LogProbabilities(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
-        check_first_derivative("the gradient of a head without logits")
+        check_gradients(*dys)
         nothing = (None,) * 4
         if all(dy is None for dy in dys):
             return (None, None, None, *nothing)

@@ -19,12 +19,12 @@ import torch
 from ..core.call import Settings
 from ..core.options import ScoreOptions
 from ..core.task import ANY
-from ..torch.arguments import check_first_derivative
 from ..torch.formulas import accumulator_of
 from ..torch.gradients import is_traced
 from ..torch.loss_arguments import Loss, counted
 from ..torch.namespace import NAMESPACE
 from . import plans, run, tokens
+from .arguments import check_gradients
 from .columns import LogProbabilities, Way, gradients_of, statistics_of
 from .plans import LinearPlan, plan_of, problem_of
 from .rows import Statistics
@@ -154,7 +154,7 @@ def _backward_of_statistics(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     given = [dy for dy in dys[:3] if dy is not None]
     found: Sequence[Tensor | None] = (None,) * 3
     if given:
-        _check_first_derivative(given[0])
+        _check(given)
         wanted = list(ctx.needs_input_grad[:3])
         numbers = ctx.number, ctx.softcap, ctx.memory, wanted
         gradients = _operators().linear_token_logprobs_backward(*ctx.saved_tensors, *dys[:3], *numbers)
@@ -173,7 +173,7 @@ def _save_losses(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 def _backward_of_losses(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     found: Sequence[Tensor | None] = (None,) * 3
     if dy is not None:
-        _check_first_derivative(dy)
+        _check([dy])
         *numbers, wanted = ctx.numbers
         if ctx.known:
             found = [g * dy if one else None for g, one in zip(ctx.saved_tensors, wanted, strict=True)]
@@ -184,9 +184,9 @@ def _backward_of_losses(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]
     return (*found, *(None,) * 13)
 
 
-def _check_first_derivative(dy: Tensor) -> None:
-    if not is_traced(dy):
-        check_first_derivative("the gradient of a head without logits")
+def _check(dys: list[Tensor]) -> None:
+    if not is_traced(dys[0]):
+        check_gradients(*dys)
 
 
 def _operators() -> Any:

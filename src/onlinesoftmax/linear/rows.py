@@ -15,7 +15,7 @@ from ..core.task import ANY
 from ..ops import OPERATIONS, TOKEN_LOGPROBS
 from ..torch import custom_op_eager, loss_eager
 from ..torch.gradients import outputs_of
-from ..torch.loss_arguments import Loss, counted
+from ..torch.loss_arguments import Loss, counted, is_class
 from ..torch.loss_kernels import loss_call
 from ..torch.loss_run import run_loss, why_not_kernels
 
@@ -57,15 +57,21 @@ def losses(
             return outputs_of(call, ("loss", *more)), None
         rows, dz, *others = outputs_of(call._replace(beside={**call.beside, "y": z}), ("loss", "y", *more))
         return (rows, *others), dz
-    found = run_loss(z, target, weight, tuple(loss), True)[1][:4] if stats else ()
+    wrong = None
     if not target.is_floating_point():
+        # PyTorch raises an error for a target that is no class, and a kernel gives NaN.
+        wrong = counted(target, loss) & ~is_class(target, z.shape[1])
+        target = target.masked_fill(wrong, loss.ignore_index)
+    found = run_loss(z, target, weight, tuple(loss), True)[1][:4] if stats else ()
+    if wrong is not None:
         # PyTorch's gradient of an ignored row is NaN where the row has NaN; that of a kernel is 0.
         z = z.masked_fill(~counted(target, loss).unsqueeze(1), 0.0)
     leaf = z.detach().requires_grad_(factor is not None)
     with torch.set_grad_enabled(factor is not None):
         rows = run_loss(leaf, target, weight, tuple(loss), False)
     # The statistics of cross_entropy have z_loss in the second place.
-    outputs = (rows.detach(), *found[:1], *found[2:])
+    losses = rows.detach() if wrong is None else rows.detach().masked_fill(wrong, torch.nan)
+    outputs = (losses, *found[:1], *found[2:])
     return outputs, None if factor is None else torch.autograd.grad(rows, leaf, factor.to(rows.dtype))[0]
 
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..torch.arguments import check_first_derivative
 from ..torch.autograd import keeps_graph
 from ..torch.formulas import accumulator_of
 from ..torch.small_kernels import scale_gradient
+from .arguments import check_gradients
 from .plans import LinearPlan
 from .products import add_product, logits_of, without
 from .sharing import Sharing
@@ -123,7 +123,7 @@ class KnownFactor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        check_first_derivative("the gradient of a head without logits")
+        check_gradients(dy)
         if dy is None:
             return (None,) * 5
         gradients, keeps = ctx.gradients, keeps_graph()
@@ -156,7 +156,7 @@ class LaterFactor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
-        check_first_derivative("the gradient of a head without logits")
+        check_gradients(dy)
         if dy is None:
             return (None,) * 4
         x, weight, *bias = ctx.saved_tensors
