@@ -140,3 +140,18 @@ def test_a_backend_without_a_module_of_kernels_is_named() -> None:
     with pytest.raises(ValueError, match="backend 'eager' has no module of kernels"):
         registry.load("eager")
     assert registry.unavailable("eager") is None
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, arch: str) -> None:
+    from onlinesoftmax.kernels.cuda.compile import build, usage
+    from onlinesoftmax.kernels.cuda.multiply import THREADS, source
+
+    for factor in {dtype, "float64" if dtype == "float64" else "float32"}:
+        _, log, _ = build(source(dtype, factor), arch)
+        found = usage(log)
+        # A block fits beside blocks of another kernel that still run.
+        assert found["registers"] * THREADS <= 40 * 1024
+        assert not found.get("spills")
