@@ -4,9 +4,9 @@ Every process sends its local states, receives the states of all processes, and 
 further sums of the local columns (core/state.py).  All processes merge the same states in the same order, so the
 results have the same bits on every process.  There are three ways to do it:
 
-    general.py       PyTorch's operations merge the states after a collective; any call, and torch.compile
-    collective.py    kernels before and after a collective
-    peer_memory.py   one kernel reads the shard, exchanges states through the memory of other GPUs, and writes results
+    collective_eager.py  PyTorch's operations merge the states after a collective; any call, and torch.compile
+    collective.py        kernels before and after a collective
+    peer_memory.py       one kernel reads the shard, exchanges states through peer memory, and writes results
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Losses and log-probabilities are kept for either way of exchange, softmax and log-softmax where peer memory is used.
 Only properties that are the same on every process decide whether a call is kept.  So all processes merge by the same
-kernels and get the same bits.  Other calls take the general way (general.py), which sends the same numbers.
+kernels and get the same bits.  Other calls take the general way (collective_eager.py), which sends the same numbers.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from ..torch.arguments import check_first_derivative, check_index, check_weight
 from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import UNSIGNED, Loss, count_of, ignored, is_class, scaled, scales_weight, signed
 from ..torch.loss_run import result_dtype
+from .collective_eager import statistics
 from .fast_path import run_if_possible
-from .general import statistics
 from .local import autocast_dtype
 from .shards import Operands, ShardedInput, Shards, ShardSignature, shards_of
 

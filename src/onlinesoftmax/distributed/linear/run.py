@@ -26,8 +26,8 @@ from ...ops.cross_entropy.arguments import checked_numbers
 from ...torch.arguments import TORCH, check_dtype, check_weight
 from ...torch.formulas import accumulator_of
 from ...torch.loss_arguments import Loss, count_of, ignored, signed
+from ..collective_eager import NUMBERS, general_way
 from ..fast_path import launches_of_chunk
-from ..general import NUMBERS, general_way
 from ..losses import loss_rows, weight_of_mean
 from ..shards import Operands, ShardSignature
 from .team import Team
