@@ -119,7 +119,7 @@ def test_jit_of_sharded_arrays(specs: tuple[Any, ...], names: tuple[str, ...]) -
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_shard_map(checked: bool) -> None:
-    mesh, names = jax.make_mesh((2, 2), ("d", "v"), axis_types=(AxisType.Auto,) * 2), NAMES if checked else NAMES[::2]
+    mesh, names = jax.make_mesh((2, 2), ("d", "v"), axis_types=(AxisType.Auto,) * 2), NAMES if checked else ("sum",)
 
     def mapped(name: str) -> Any:
         def of_device(*a: Any) -> Any:
@@ -133,7 +133,7 @@ def test_shard_map(checked: bool) -> None:
 
 
 def test_explicit_axes() -> None:
-    for specs, names in ((BOTH, ("sum", "tokens")), ((P("d"),) * 5, ("own",))):
+    for specs, names in ((BOTH, ("tokens",)), ((P("d"),) * 5, ("own",))):
         cut = sharded(specs, AxisType.Explicit)
         found = jax.jit(with_gradients, static_argnums=0)(names, cut)
         assert_same(found)

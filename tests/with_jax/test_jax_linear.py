@@ -49,11 +49,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 CASES = [
-    ("stored", "mean", "plain"), ("stored", "mean", "smoothing"), ("stored", "none", "plain"),
-    ("stored", "none", "everything"), ("tokens", "mean", "z_loss"), ("tokens", "mean", "scale"),
-    ("tokens", "mean", "weight"),
-    ("tokens", "mean", "probabilities"), ("tokens", "sum", "everything"), ("tokens", "none", "smoothing"),
-    ("columns", "mean", "plain"), ("columns", "none", "z_loss"), ("columns", "none", "scale"),
+    ("stored", "none", "plain"), ("stored", "none", "everything"), ("tokens", "mean", "smoothing"),
+    ("tokens", "mean", "scale"), ("tokens", "mean", "weight"), ("tokens", "mean", "probabilities"),
+    ("tokens", "none", "smoothing"), ("columns", "mean", "z_loss"), ("columns", "none", "scale"),
 ]  # fmt: skip
 """A plan, a reduction and options."""
 
@@ -123,7 +121,7 @@ def clipped(logprob: Any, entropy: Any, lse: Any, old: Any) -> Any:
     return -jnp.minimum(ratio * old, jnp.clip(ratio, 0.8, 1.2) * old) - 0.01 * entropy + 1e-3 * lse * lse
 
 
-@pytest.mark.parametrize("plan", MEMORY)
+@pytest.mark.parametrize("plan", ["tokens", "columns"])
 def test_a_token_that_is_ignored_may_hold_nan(plan: str) -> None:
     """Also with z_loss, and a softcap; a target that is no class is NaN without a gradient."""
     a = head("float32")
@@ -149,7 +147,7 @@ def test_a_token_that_is_ignored_may_hold_nan(plan: str) -> None:
         assert (np.asarray(found["x"])[[0, 1], [0, 2]] == 0).all()
 
 
-@pytest.mark.parametrize(("count", "classes"), [(0, 13), (1, 1), (7, 1)])
+@pytest.mark.parametrize(("count", "classes"), [(0, 13), (7, 1)])
 def test_small_sizes(count: int, classes: int) -> None:
     """The mean of no tokens is NaN, and its gradients are 0."""
     a = head("float32", (count,), classes)
@@ -157,30 +155,24 @@ def test_small_sizes(count: int, classes: int) -> None:
     nothing = {**a, "target": jnp.full(count, -100)}
 
     def every(f: Any) -> Any:
-        found = [with_gradients(partial(f, reduction=reduction), a) for reduction in ("mean", "none")]
-        return found, f(nothing, reduction="mean")
+        return with_gradients(partial(f, reduction="none"), a), with_gradients(f, nothing)
 
-    ours, theirs = jax.jit(partial(every, ours_of))(), jax.jit(partial(every, expected))()
-    if count:
-        assert_same(ours, theirs, rtol=1e-5, atol=1e-5)
-    else:
-        assert all((t == 0).all() for t in jax.tree.leaves([found for _, found in ours[0]]))
-    assert np.isnan(ours[1])
-    _, found = with_gradients(ours_of, nothing)
-    assert all((t == 0).all() for t in found.values())
+    ours, (mean, gradients) = jax.jit(partial(every, ours_of))()
+    assert_same(ours, jax.jit(partial(every, expected))()[0], rtol=1e-5, atol=1e-5)
+    assert np.isnan(mean)
+    assert all((t == 0).all() for t in gradients.values())
     assert osj.linear_token_logprobs(a["x"], a["w"], a["target"]).lse.shape == (count,)
 
 
 def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """50257 classes and 7 hidden, stored and in chunks of columns."""
+    """50257 classes and 7 hidden, in chunks of columns."""
     monkeypatch.setattr(plans, "COLUMN_BYTES", 3 * 8192 * 4)
     a = head("float32", (3,), 50257)
     with jax.enable_x64(True):
         wide = {name: t.astype("float64") if name in "xwb" else t for name, t in a.items()}
-        theirs = jax.tree.map(np.asarray, with_gradients(expected, wide))
-    for memory in (None, 2 * 50257 * 4):
-        ours = with_gradients(partial(ours_of, memory=memory), a)
-        assert_same(ours, theirs, rtol=2e-5, atol=2e-6)
+        theirs = jax.tree.map(np.asarray, jax.jit(partial(with_gradients, expected))(wide))
+    ours = jax.jit(partial(with_gradients, partial(ours_of, memory=2 * 50257 * 4)))(a)
+    assert_same(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
 def test_statistics() -> None:
@@ -232,13 +224,12 @@ def test_a_mean_in_float16_keeps_small_gradients() -> None:
 
 
 def test_kernels_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, in both loops."""
+    """Interpreted, in the loop over tokens."""
     a = head("float32", (7,))
     del a["b"]
 
     def every(x: Any, w: Any) -> Any:
-        y = osj.linear_cross_entropy(x, w, a["target"], softcap=3.0, label_smoothing=0.1, memory=4 * 11 * 4)
-        return y + jnp.sum(osj.linear_token_logprobs(x, w, jnp.arange(7), memory=7 * 4 * 4).entropy)
+        return osj.linear_cross_entropy(x, w, a["target"], softcap=3.0, label_smoothing=0.1, memory=4 * 11 * 4)
 
     theirs = jax.jit(jax.grad(every, (0, 1)))(a["x"], a["w"])
     monkeypatch.setattr(rows, "CHOICE", Choice("pallas", "row"))
@@ -264,12 +255,11 @@ def test_the_functions_for_torch_give_the_same() -> None:
     a = {**head("float32"), "b": jnp.arange(11.0) / 9}
     x, w, b = (torch.tensor(np.asarray(a[name]), requires_grad=True) for name in "xwb")
     target = torch.tensor(np.asarray(a["target"]))
-    for options in ({"z_loss": 0.1, "scale": 0.7, "label_smoothing": 0.1}, {"weight": np.arange(11.0), "z_loss": 0.1}):
-        given: dict[str, Any] = {k: torch.tensor(v) if k == "weight" else v for k, v in options.items()}
-        y = osm.linear_cross_entropy(x, w, target, linear_bias=b, **given)
-        theirs = y.detach(), dict(zip("xwb", torch.autograd.grad(y, [x, w, b]), strict=True))
-        ours = jax.jit(jax.value_and_grad(lambda some, o=options: ours_of({**a, **some}, **o)))
-        assert_same(ours({name: a[name] for name in "xwb"}), theirs, rtol=1e-5, atol=2e-6)
+    weight, options = np.arange(11.0, dtype=np.float32), {"z_loss": 0.1, "scale": 0.7, "label_smoothing": 0.1}
+    y = osm.linear_cross_entropy(x, w, target, linear_bias=b, weight=torch.tensor(weight), **options)
+    theirs = y.detach(), dict(zip("xwb", torch.autograd.grad(y, [x, w, b]), strict=True))
+    ours = jax.jit(jax.value_and_grad(lambda some: ours_of({**a, **some}, weight=weight, **options)))
+    assert_same(ours({name: a[name] for name in "xwb"}), theirs, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.early
