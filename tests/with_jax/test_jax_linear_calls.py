@@ -21,6 +21,8 @@ pytestmark = pytest.mark.usefixtures("small_chunks")
 
 @pytest.mark.parametrize(("wanted", "count"), [("", 1), ("x", 2), ("w", 2), ("xw", 3), ("b", 1)])
 def test_frozen_arrays_cost_no_product(wanted: str, count: int) -> None:
+    if jax.default_backend() != "cpu":
+        pytest.skip("counts operations of XLA, and a GPU's products are calls of cuBLAS")
     a = head("float32")
 
     def f(some: dict[str, Any], rest: dict[str, Any]) -> Any:

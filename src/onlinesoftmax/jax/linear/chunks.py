@@ -23,6 +23,10 @@ def logits_of(x: Array, weight: Array, bias: Array | None) -> Array:
     return z if bias is None else z + bias
 
 
+TILE = 64
+"""Tokens or columns of a tile of a product."""
+
+
 def in_chunks(
     size: int, chunk: int, of_chunk: Callable[[Any, int], Values], sums: tuple[str, ...],
     merge: Callable[[Values, Values], Values] | None = None,
@@ -31,13 +35,16 @@ def in_chunks(
 
     Args:
         size: Size of the axis.
-        chunk: Size of a chunk.  The first one is smaller if need be, so that the others are one loop.
+        chunk: Most elements of a chunk.  The first one has what the others leave, so that these are one loop.
         of_chunk: Function of the beginning and the size of a chunk.
         sums: Names of the results that are added up.  The others are slices along their first axis.
         merge: Function of the results of two chunks that gives those of both, in place of the above.
     """
     # A size of jax.export may be a symbol.
     loops = 0 if size == chunk else -(-size // chunk) - 1
+    if loops == 1 and size > 2:
+        # XLA unrolls a loop of one step, and may then hold the logits of two chunks.
+        loops, chunk = 2, (size // 3 // TILE * TILE if size >= 12 * TILE else size // 3)
     before = size - loops * chunk
     found = of_chunk(0, before)
     if not loops:
