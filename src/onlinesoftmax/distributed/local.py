@@ -168,8 +168,7 @@ def _weighted_sum(shard: Shard) -> Tensor:
 
 def _scores(shard: Shard) -> Tensor:
     wide = accumulator_of(shard.x.dtype, shard.x.dtype)
-    z: Tensor = eager.scores_of(shard.x, shard.dim, shard.options, wide)[0]
-    return z
+    return eager.scores_of(shard.x, shard.dim, shard.options, wide)[0]
 
 
 def gradient(

@@ -51,8 +51,7 @@ def _forward(call: Call, output: Output) -> Tensor:
         wide = accumulator_of(call.x.dtype, call.settings.dtype or call.x.dtype)
         settings = call.settings._replace(dtype=wide, keepdim=False)
         call = Call(OPERATIONS["logsumexp"], call.x, settings, call.options)
-    y: Tensor = eager.call_on_scores(call)
-    return y
+    return eager.call_on_scores(call)
 
 
 def _gradient(call: Call) -> Tensor:

@@ -16,11 +16,13 @@ from ..core.declaration import Operation
 from ..core.options import Functions, ScoreOptions, causal_mask, scores
 from . import formulas
 
+Tensor = torch.Tensor
+
 FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~condition, number))
 """torch functions for the array formula of the scores (`core.options.scores`)."""
 
 
-def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
+def call_plain(operation: Operation, x: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """The operation on a torch tensor by PyTorch itself, if only a dimension and keepdim are given."""
     if torch._C._len_torch_function_stack() or not _has_function(operation, x, dim):
         return formulas.result(operation.name, x, dim, keepdim)
@@ -28,7 +30,7 @@ def call_plain(operation: Operation, x: Any, dim: Any, keepdim: bool) -> Any:
     return function(x, dim, keepdim) if operation.per_row else function(x, dim)
 
 
-def call(operation: Operation, x: Any, settings: Settings, out: Any) -> Any:
+def call(operation: Operation, x: Tensor, settings: Settings, out: Tensor | None) -> Tensor:
     """The operation on a torch tensor by PyTorch itself, with its gradients and its errors."""
     name, dim, dtype, keepdim = operation.name, settings.dim, settings.dtype, settings.keepdim
     z = x if dtype is None else x.to(dtype)
@@ -46,7 +48,7 @@ def _has_function(operation: Operation, z: Any, dim: Any) -> bool:
     return operation.runs_on("eager") and not (formulas.is_narrow(z) if operation.per_row else formulas.is_long(z, dim))
 
 
-def call_on_scores(call: Call) -> Any:
+def call_on_scores(call: Call) -> Tensor:
     """The operation on the scores of a call, computed in float32 or wider and rounded once."""
     operation, x, choice = call.operation, call.x, call.settings.choice
     dim, dtype, keepdim = call.settings.dim, call.settings.dtype or x.dtype, call.settings.keepdim
@@ -75,7 +77,7 @@ def wide_of(x: Any, dtype: torch.dtype, batch_invariant: bool) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32)
 
 
-def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tuple[Any, Any]:
+def scores_of(x: Tensor, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """(scores, fully masked rows) of logits.
 
     The second is True for the rows whose scores are all -inf, and their scores are replaced by 0.  It is None unless
@@ -90,7 +92,7 @@ def scores_of(x: Any, dim: Any, options: ScoreOptions, dtype: torch.dtype) -> tu
     return z.masked_fill(fully_masked_rows, 0.0), fully_masked_rows
 
 
-def invariant(name: str, z: Any, dim: int) -> Any:
+def invariant(name: str, z: Tensor, dim: int) -> Tensor:
     """Softmax or log-softmax of float64 scores whose bits do not depend on the number of rows.
 
     PyTorch's functions sum in an order that does not depend on it along the last dimension, and there alone.
@@ -98,7 +100,7 @@ def invariant(name: str, z: Any, dim: int) -> Any:
     return formulas.result(name, z.movedim(dim, -1), -1, False).movedim(-1, dim).contiguous()
 
 
-def row_sums(t: Any, dim: int, batch_invariant: bool) -> Any:
+def row_sums(t: Tensor, dim: int, batch_invariant: bool) -> Tensor:
     """Sums along a dimension; if batch-invariant, in an order that does not depend on the number of rows.
 
     PyTorch adds the neighbouring elements of a row in one order, unless threads share the elements of a single row.
@@ -109,7 +111,7 @@ def row_sums(t: Any, dim: int, batch_invariant: bool) -> Any:
     return torch.stack((rows, rows)).sum(-1)[0] if rows.numel() == rows.shape[-1] else rows.sum(-1)
 
 
-def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
+def _invariant_logsumexp(z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """Logsumexp whose bits do not depend on the number of rows; the order of torch.logsumexp depends on it."""
     if isinstance(dim, tuple | list):
         y = _invariant_logsumexp(joined(z, dim, z.dim() - len(dim)), -1, False)
@@ -117,7 +119,7 @@ def _invariant_logsumexp(z: Any, dim: Any, keepdim: bool) -> Any:
     return logsumexp_from(z, invariant("log_softmax", z, dim), dim, keepdim)
 
 
-def logsumexp_from(z: Any, log_p: Any, dim: int, keepdim: bool) -> Any:
+def logsumexp_from(z: Tensor, log_p: Tensor, dim: int, keepdim: bool) -> Tensor:
     """Logsumexp of scores whose log_softmax is known, without computing the exponentials again.
 
     Where a score is the maximum m, log_softmax is m - lse.
@@ -131,7 +133,7 @@ def logsumexp_from(z: Any, log_p: Any, dim: int, keepdim: bool) -> Any:
     return y if keepdim else y.squeeze(dim)
 
 
-def joined(t: Any, dims: Sequence[int], at: int) -> Any:
+def joined(t: Tensor, dims: Sequence[int], at: int) -> Tensor:
     """A tensor whose dimension `at` is these dimensions, joined in this order; a view where the strides allow it."""
     places = range(at, at + len(dims))
     return t.movedim(tuple(dims), tuple(places)).flatten(places[0], places[-1])

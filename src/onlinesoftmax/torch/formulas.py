@@ -20,12 +20,12 @@ from .fast_path import is_transformed
 Tensor = torch.Tensor
 
 
-def by_pytorch(name: str, x: Any, *args: Any, **kwargs: Any) -> Any:
+def by_pytorch(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Call the function of PyTorch that has this name, as `call_pytorch` does."""
     return call_pytorch(getattr(torch, name), x, *args, **kwargs)
 
 
-def call_pytorch(function: Callable[..., Any], x: Any, *args: Any, **kwargs: Any) -> Any:
+def call_pytorch(function: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Call a function of PyTorch.
 
     For plain tensors, modes such as `onlinesoftmax.override` are disabled during the call.
@@ -153,8 +153,7 @@ def exact_log_softmax(z: Tensor, dim: int) -> Tensor:
     """Log-softmax of float32 or float64 scores with small errors at every length, for the statistics of rows."""
     if z.dtype == torch.float64 or not z.shape[dim]:
         return result("log_softmax", z, dim, False)
-    y: Tensor = call_pytorch(_in_passes, z, "log_softmax", dim)
-    return y
+    return call_pytorch(_in_passes, z, "log_softmax", dim)
 
 
 def masked_result(name: str) -> float:

@@ -40,12 +40,11 @@ def pytorch_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, r
         return of_rows if reduction == "none" else reduced(of_rows, target, weight, loss)
     of_target = torch.promote_types(target.dtype, wide) if target.is_floating_point() else torch.int64
     # `to` takes the host a microsecond also where nothing changes.
-    y: Tensor = formulas.call_pytorch(
+    return formulas.call_pytorch(
         functional.cross_entropy, x if x.dtype == wide else x.to(wide),
         target if target.dtype == of_target else target.to(of_target), None if weight is None else weight.to(wide),
         ignore_index=loss.ignore_index, reduction=reduction or loss.reduction, label_smoothing=loss.smoothing,
     )  # fmt: skip
-    return y
 
 
 REDUCTIONS = ("none", "mean", "sum")
@@ -116,7 +115,7 @@ def _of_log_p(log_p: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
         # A class that is excluded counts only if the target has it: 0 * -inf would be NaN.
         terms = w * q * (log_p if kept is None else log_p.where(kept | (q != 0), 0.0))
         return -eager.row_sums(terms, dim, separate)
-    y: Tensor = formulas.call_pytorch(
+    y = formulas.call_pytorch(
         functional.nll_loss, log_p, target.long(), weight, ignore_index=loss.ignore_index, reduction="none"
     )
     if not loss.smoothing:
@@ -170,14 +169,12 @@ def _largest(x: Tensor, loss: Loss) -> Tensor:
 
 def _scores(x: Tensor, loss: Loss) -> Tensor:
     wide = eager.wide_of(x, loss.wide(x), loss.settings.choice.batch_invariant)
-    z: Tensor = eager.scores_of(x, loss.dim, loss.options or PLAIN, wide)[0]
-    return z
+    return eager.scores_of(x, loss.dim, loss.options or PLAIN, wide)[0]
 
 
 def _log_p(z: Tensor, dim: int, batch_invariant: bool) -> Tensor:
     """The log-probabilities of scores, with small errors at every length."""
-    log_p: Tensor = eager.invariant("log_softmax", z, dim) if batch_invariant else formulas.exact_log_softmax(z, dim)
-    return log_p
+    return eager.invariant("log_softmax", z, dim) if batch_invariant else formulas.exact_log_softmax(z, dim)
 
 
 def _entropy(log_p: Tensor, dim: int, batch_invariant: bool) -> Tensor:

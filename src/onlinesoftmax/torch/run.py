@@ -168,7 +168,7 @@ def _by_pytorch(call: Call) -> torch.Tensor:
     if out is not None:
         _check_out_of_pytorch(call)
     if options is None and not settings.choice.batch_invariant:
-        y: torch.Tensor = eager.call(operation, x, settings, out)
+        y = eager.call(operation, x, settings, out)
         return y if out is None or y is out else _write(operation, y, out)
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
@@ -216,8 +216,7 @@ def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) 
     if not operation.runs_on("eager"):
         return dtype
     element = torch.zeros(1, dtype=dtype, device=device_type)
-    result: torch.dtype = formulas.by_pytorch(operation.name, element, 0).dtype
-    return result
+    return formulas.by_pytorch(operation.name, element, 0).dtype
 
 
 def _known_autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
@@ -245,10 +244,11 @@ def _over_dims(call: Call) -> torch.Tensor:
         # A batch of images whose channels are neighbours is joined without a copy in this order.
         dims.sort(key=lambda dim: -x.stride(dim))
     if options is not None:
-        options = options._replace(**{
+        tensors: dict[str, Any] = {
             name: eager.joined(_whole_along(t, x, dims), dims, at)
             for name in ("scale", "bias", "mask") if isinstance(t := getattr(options, name), torch.Tensor)
-        })  # fmt: skip
+        }  # fmt: skip
+        options = options._replace(**tensors)
     if out is not None and _wants_derivatives(x, options):
         _refuse_out(operation)
     to = None if out is None else _joined_out(call, dims, at)
