@@ -28,7 +28,7 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 DIFF = re.compile(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-NEEDED = {"losses": "triton", "jax": "jax"}
+NEEDED = {"losses": "triton", "jax": "jax", "models": "transformers"}
 """The package without which the code of a page cannot run; torch for the other pages."""
 
 
@@ -65,6 +65,7 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
         "numerics",
         "losses",
         "linear",
+        "models",
         "sampling",
         "jax",
         "plans",
