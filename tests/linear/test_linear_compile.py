@@ -72,6 +72,8 @@ def test_one_graph_for_any_number_of_tokens() -> None:
         theirs = osm.linear_cross_entropy(x, w, target, linear_bias=b)
         same_with_gradients(compiled(x, w, target, linear_bias=b), theirs, [x, w, b])
     assert len(graphs) == 1
+    for memory in (2_000, 3_000):
+        torch.testing.assert_close(compiled(x, w, target, linear_bias=b, memory=memory), theirs)
 
 
 @pytest.mark.parametrize("form", ["known", "each", "soft", "columns", "kept", "made again", "backward"])

@@ -41,7 +41,8 @@ def linear_cross_entropy(
     Args:
         input: Hidden states (..., hidden), floating point.
         linear_weight: Weight of the head (classes, hidden), in the dtype of `input`; under autocast both are cast.
-        target: Class of each token, integers of the shape (...); or probabilities of each class, (..., classes).
+        target: Class of each token, integers of the shape (...); or probabilities of each class, (..., classes).  The
+            loss of a class out of range is NaN, and has no gradient.
         linear_bias: Bias (classes,); -inf excludes a class, if there is no softcap and the scale is positive.
         weight: Factor of each class, (classes,), without a gradient.
         reduction: "mean" over the tokens that count (with `weight`, over their weights), "sum", or "none".

@@ -147,10 +147,20 @@ def checked_options_of(name: str, scale: Any, softcap: Any, head: Head | None = 
     return checked_options(name, scale, softcap, None, None, False, "nan")
 
 
+def constant(number: Any) -> Any:
+    """The number; in a trace, which may have a symbol in its place, a program is compiled for each number."""
+    if not torch.compiler.is_dynamo_compiling():
+        return number
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    return guard_scalar(number)
+
+
 def checked_memory(name: str, memory: Any) -> int | None:
     """The bytes that buffers may take; None for the usual ones."""
     if memory is None:
         return None
+    memory = constant(memory)
     found: int = checked_number(name, "memory", memory, int)
     if found <= 0:
         raise ValueError(f"{name}(): memory must be a positive number of bytes, got {memory}")

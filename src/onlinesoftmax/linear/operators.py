@@ -35,7 +35,7 @@ Tensors = tuple[Tensor, ...]
 
 HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? scale"
 
-OPTIONS = "float number, float? softcap, SymInt? memory, bool[] wanted"
+OPTIONS = "float number, float? softcap, int? memory, bool[] wanted"
 """A scale that is a number, the softcap, the bytes of buffers, and which gradients are wanted."""
 
 

@@ -30,7 +30,15 @@ from ..torch.loss_arguments import (
 from ..torch.loss_run import statistics_of
 from ..torch.namespace import NAMESPACE
 from . import rows
-from .arguments import Head, checked_acc_dtype, checked_head, checked_memory, checked_options_of, checked_per_token
+from .arguments import (
+    Head,
+    checked_acc_dtype,
+    checked_head,
+    checked_memory,
+    checked_options_of,
+    checked_per_token,
+    constant,
+)
 from .columns import LogProbabilities
 from .plans import CHUNK_BYTES, LinearPlan, plan_of, problem_of
 from .sharing import Sharing
@@ -133,13 +141,9 @@ def _scale_and_options(head: Head, options: Any, memory: int | None) -> tuple[Te
     """The scale where it is a tensor, and the numbers that operators take (`OPTIONS`)."""
     scale, softcap = (1.0, None) if options is None else (options.scale, options.softcap)
     tensor = scale if isinstance(scale, Tensor) else None
-    numbers: tuple[Any, ...] = scale if tensor is None else 1.0, softcap
-    if torch.compiler.is_dynamo_compiling():
-        from torch.fx.experimental.symbolic_shapes import guard_scalar
-
-        # A symbol has no value, so a program is compiled for each number.
-        numbers = guard_scalar(numbers[0]), None if softcap is None else guard_scalar(softcap)
-    return tensor, (*numbers, memory, list(wanted_of(head)))
+    number = constant(scale) if tensor is None else 1.0
+    softcap = None if softcap is None else constant(softcap)
+    return tensor, (number, softcap, memory, list(wanted_of(head)))
 
 
 def _operators() -> Any:
