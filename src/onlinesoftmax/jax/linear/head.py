@@ -21,7 +21,7 @@ from .. import array_types, custom_op, partitioning
 from ..shards import Run
 from ..signature import Names, Values
 from . import columns, tokens
-from .call import HeadCall, Shards, columns_at_once, layout, plan_of_losses, types
+from .call import GRADIENTS, HeadCall, Shards, columns_at_once, layout, plan_of_losses, types
 
 KINDS = {"losses": tokens.losses, "statistics": columns.statistics, "gradient": columns.gradient}
 """The computation of each kind of call."""
@@ -98,14 +98,14 @@ def _factors(name: str, token_axes: int) -> tuple[str | None, ...]:
 def _abstract(*avals: Any, names: tuple[str, ...], call: HeadCall) -> list[Any]:
     known = dict(zip(names, avals, strict=True))
     x, weight = known["x"], known["weight"]
+    of_token = x.sharding.spec[: x.ndim - 1]
     # As `by_factors` has it, a mesh axis that divides tokens and classes divides the tokens.
-    specs = {"t": x.sharding.spec[: x.ndim - 1], "h": (None,), "c": weight.sharding.spec[:1]}
-    taken = {one for part in specs["t"] for one in partitioning.names_in(part)}
-    free = tuple(one for one in partitioning.names_in(specs["c"][0]) if one not in taken)
+    taken = {one for part in of_token for one in partitioning.names_in(part)}
+    of_class = tuple(one for one in partitioning.names_in(weight.sharding.spec[0]) if one not in taken)
+    like = {GRADIENTS[name]: t.sharding.spec for name, t in known.items() if name in GRADIENTS}
     found = []
     for name, t in types(call, known).items():
-        of_both = specs | {"c": (free or None,)} if "t" in layout(name) else specs
-        axes = [one for axis in layout(name) for one in of_both[axis]]
+        axes = like.get(name, (*of_token, *([of_class or None] if "c" in layout(name) else [])))
         sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*axes))
         found.append(x.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding))
     return found
