@@ -39,6 +39,7 @@ HEAD_WAYS = {
     "ours": "ours", "ours-small": "`acc_dtype`, 0.6\u00a0GB", "ours-bounded": "0.6\u00a0GB",
     "ours-columns": "0.2\u00a0GB", "torch": "PyTorch", "compile": "torch.compile", "torch-linear": "PyTorch's own",
     "torch-chunks": "checkpoints", "liger": "Liger", "quack": "quack", "cce": "CCE", "cce-exact": "CCE exact",
+    "jax-ours": "ours in JAX", "jax": "XLA",
 }  # fmt: skip
 """Ways to compute a head, by their names in records."""
 

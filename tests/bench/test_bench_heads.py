@@ -16,7 +16,8 @@ from bench_cases import CPU, call
 from onlinesoftmax.lab.bench import tables
 from onlinesoftmax.lab.bench.heads import peers
 from onlinesoftmax.lab.bench.heads.cases import HeadCase
-from onlinesoftmax.lab.bench.heads.peers import HEAD_PEERS, OursHead, TorchHead
+from onlinesoftmax.lab.bench.heads.jax_peers import HEAD_PEERS
+from onlinesoftmax.lab.bench.heads.peers import OursHead, TorchHead
 from onlinesoftmax.lab.bench.heads.reference import errors, sample_of
 from onlinesoftmax.lab.bench.heads.run import make_head, run_heads
 
@@ -101,8 +102,8 @@ def test_wrong_arguments_of_a_suite_of_heads() -> None:
     for arguments, words in (
         (("--shape", "4x8"), "needs three sizes, tokens x hidden x classes"),
         (("--op", "softmax"), "--op does not go with --suite linear-cross-entropy"),
-        (("--peers", "jax"), "unknown peer 'jax'; there are: ours-stored"),
+        (("--peers", "jax.nn"), "unknown peer 'jax.nn'; there are: ours-stored"),
     ):
-        done = call("--suite", "linear-cross-entropy", "--device", "cpu", *arguments)
+        done = call("--suite", "linear-cross-entropy", "--quick", "--device", "cpu", *arguments)
         assert done.exit_code == 2
         assert words in done.output

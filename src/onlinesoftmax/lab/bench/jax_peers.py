@@ -15,7 +15,7 @@ from .formulas import Function, incoming
 from .peers import Ours, Peer
 
 
-class _Arrays(Peer):
+class Arrays(Peer):
     """A library whose functions take JAX arrays."""
 
     # JAX's host code and the conversion of tensors take longer than one flush of L2.
@@ -30,7 +30,7 @@ class _Arrays(Peer):
         return "has no causal mask" if "causal" in case.fused else None
 
 
-class OursInJax(_Arrays, Ours):
+class OursInJax(Arrays, Ours):
     """Our library for JAX: its public functions, and its gradients without autodiff."""
 
     framework = "jax"
@@ -82,7 +82,7 @@ class OursInJax(_Arrays, Ours):
         return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))
 
 
-class JaxNN(_Arrays):
+class JaxNN(Arrays):
     """`jax.nn`, compiled by XLA."""
 
     name, distribution = "jax.nn", "jax"

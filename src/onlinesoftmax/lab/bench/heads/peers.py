@@ -268,11 +268,8 @@ def on_logits(case: Case) -> Function:
     return tokens
 
 
-HEAD_PEERS: dict[str, type[Peer]] = {
-    peer.name: peer
-    for peer in (
-        Stored, Small, Bounded, Columns, TorchHead, CompiledHead, TorchLinear, Checkpointed, LigerHead, QuackHead, Cut,
-        CutExact,
-    )
-}  # fmt: skip
-"""The ways beside ours with its usual memory, by their names on the command line."""
+IN_TORCH: tuple[type[Peer], ...] = (
+    Stored, Small, Bounded, Columns, TorchHead, CompiledHead, TorchLinear, Checkpointed, LigerHead, QuackHead, Cut,
+    CutExact,
+)  # fmt: skip
+"""The ways in PyTorch beside ours with its usual memory."""
