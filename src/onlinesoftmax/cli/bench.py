@@ -69,7 +69,8 @@ def bench(
     once and writes the gradient once; losses of rows with their gradient read the logits twice.  "of copy" is that
     bandwidth over the bandwidth of the copy in the same run, so 100% is the floor.  "of GPU" is the bandwidth over that
     of a large copy on this GPU.  --suite host measures the host time of calls, and --suite cold the first calls of
-    fresh processes.
+    fresh processes.  The suites linear-cross-entropy and linear-token-logprobs measure heads without logits, over the
+    time of their three bare products; their shapes are tokens x hidden x classes.
 
     --resume needs a record of the same options, commit, sources, versions and device; the error names the field that
     differs.  The exit code is 0 where every result is right, whatever its speed and whoever refuses; 1 where a result
