@@ -238,14 +238,28 @@ def test_kernels_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     jax.clear_caches()
 
 
-def test_a_program_for_a_gpu_has_kernels_and_no_more_logits_than_a_chunk() -> None:
+def program_for_a_gpu() -> Any:
+    """Loss and gradients in bfloat16 of 8192 tokens, 2304 hidden and 256000 classes, traced."""
     shapes = [jax.ShapeDtypeStruct((8192, 2304), jnp.bfloat16), jax.ShapeDtypeStruct((256000, 2304), jnp.bfloat16)]
     target = jax.ShapeDtypeStruct((8192,), jnp.int32)
-    traced = jax.jit(jax.grad(osj.linear_cross_entropy, (0, 1))).trace(*shapes, target)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    return jax.jit(jax.value_and_grad(osj.linear_cross_entropy, (0, 1))).trace(*shapes, target)
+
+
+def test_a_program_for_a_gpu_has_kernels_and_no_more_logits_than_a_chunk() -> None:
+    text = program_for_a_gpu().lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call" in text
     largest = max(int(rows) for rows in re.findall(r"tensor<(\d+)x256000x\w+>", text))
     assert largest * 256000 * 2 <= plans.CHUNK_BYTES + 256000 * 2304 * 2
+
+
+@pytest.mark.gpu
+def test_the_memory_on_a_gpu() -> None:
+    """The logits of a chunk, their gradient beside them, and one float32 sum of the weight's gradient."""
+    if jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU that JAX sees")
+    weight = 256000 * 2304
+    taken = program_for_a_gpu().lower().compile().memory_analysis().temp_size_in_bytes
+    assert taken <= 2 * (plans.CHUNK_BYTES + 2 * weight) + 4 * weight
 
 
 def test_the_functions_for_torch_give_the_same() -> None:
