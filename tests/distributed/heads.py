@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,14 +15,19 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import onlinesoftmax as osm
 from distributed.dtensors import cut_tensor, meshes
+from distributed.peer_memory import launches
 from distributed.processes import COLS, device, kernels_run, random, same_everywhere, sharded
 from onlinesoftmax.core.processes import gathered
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.distributed import mailboxes
 from onlinesoftmax.linear import plans, rows
 
 Tensor = torch.Tensor
 
 TOKENS, HIDDEN = (2, 5), 7
+
+CLASSES = 1001
+"""Classes of a larger head."""
 
 SMALL = {"TOKEN_TILE": 3, "COLUMN_TILE": 1, "FEWEST_TOKENS": 3, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
 """Sizes with which the planner cuts small problems."""
@@ -148,10 +155,53 @@ def by_kernels(first: int, end: int) -> None:
     given = tuple(t.float() if t.is_floating_point() else t for t in head())
     weight = random(COLS, seed=24, normal=False)
     forced = {} if device().type == "cuda" else {"CHOICE": Choice("triton"), "why_not_kernels": lambda *_: None}
-    with mock.patch.multiple(rows, **forced):
+    with mock.patch.multiple(rows, **forced) if forced else nullcontext():
         for options in ({}, {"label_smoothing": 0.1}, {"label_smoothing": 0.1, "weight": weight}, {"softcap": 3.0}):
             agrees("linear_cross_entropy", given, (first, end), **options)
         agrees("linear_cross_entropy", given, (first, end), reduction="none", weight=weight)
+
+
+def larger_heads(*_: int) -> None:
+    """As near to float64 as one process in each dtype, on uneven and empty shards.
+
+    Where GPUs exchange states through peer memory, one launch does it for each chunk.
+    """
+    options: tuple[dict[str, Any], ...] = (
+        {}, {"label_smoothing": 0.1, "z_loss": 0.01}, {"softcap": 5.0, "reduction": "sum"},
+        {"label_smoothing": 0.1, "weight": random(CLASSES, seed=43, normal=False)},
+    )  # fmt: skip
+    rank, size = dist.get_rank(), dist.get_world_size()
+    by_peers = device().type == "cuda" and mailboxes.MOST_PROCESSES > 1
+    cuts = [CLASSES * i * (i + 3) // (size * (size + 3)) for i in range(size + 1)]
+    target = (random(48, seed=42, normal=False) * CLASSES).long()
+    target[3] = -100
+    for i, (dtype, given) in enumerate(itertools.product((torch.float32, torch.bfloat16, torch.float16), options)):
+        given = {"dtype": torch.float32, **given}
+        own = slice(*(cuts if i % 3 else [0] * size + [CLASSES])[rank : rank + 2])
+        x, w = random(48, 24, seed=40).to(dtype), (0.6 * random(CLASSES, 24, seed=41)).to(dtype)
+        before = launches()
+        mine = with_gradients(sharded.linear_cross_entropy, x, w[own], target, **given)
+        assert launches() == before + by_peers
+        same_everywhere(mine[0])
+        whole = with_gradients(osm.linear_cross_entropy, x, w, target, **given)
+        exact = with_gradients(osm.linear_cross_entropy, x.double(), w.double(), target, **given | {"dtype": None})
+        # The loss may be off by a unit in the last place; the roundings of a gradient's elements differ.
+        eps = torch.finfo(dtype).eps
+        for j, unit in enumerate((eps, eps / 4, eps / 4)):
+            found, one, right = (mine[j], whole[j], exact[j]) if j < 2 else (mine[j], whole[j][own], exact[j][own])
+            assert not right.numel() or error_of(found, right) <= error_of(one, right) + unit
+
+
+def with_gradients(function: Callable[..., Tensor], x: Tensor, w: Tensor, *more: Any, **options: Any) -> Any:
+    """(loss, gradient of the input, gradient of the weight)."""
+    leaves = [t.clone().requires_grad_() for t in (x, w)]
+    y = function(*leaves, *more, **options)
+    return y.detach(), *torch.autograd.grad(y, leaves)
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    """Norm of the error over that of the exact values."""
+    return float((found.double() - exact).norm() / exact.norm())
 
 
 def mistakes(first: int, end: int) -> None:
@@ -176,7 +226,7 @@ def mistakes(first: int, end: int) -> None:
 
 
 CHECKS: tuple[Callable[..., None], ...] = (
-    losses_without_logits, log_probabilities_without_logits, losses_of_tokens, hard_tokens, mistakes,
+    losses_without_logits, log_probabilities_without_logits, losses_of_tokens, hard_tokens, larger_heads, mistakes,
 )  # fmt: skip
 
 

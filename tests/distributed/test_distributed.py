@@ -54,9 +54,10 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
         *(functools.partial(peer_memory.one_check, check.__name__) for check in peer_memory.CHECKS),
         processes.everything,
         mistakes.everything,
+        heads.everything,
         peer_memory.a_process_is_late,
     ],
-    ids=[*(check.__name__ for check in peer_memory.CHECKS), "processes", "mistakes", "a_process_is_late"],
+    ids=[*(check.__name__ for check in peer_memory.CHECKS), "processes", "mistakes", "heads", "a_process_is_late"],
 )
 def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
     """Two GPUs exchange states from kernel to kernel."""

@@ -24,7 +24,7 @@ from ..torch.reasons import DTYPES
 from ..torch.small_kernels import backend_for
 from .collective import CollectiveLaunches
 from .mailboxes import COLLECTIVE, check_peer_memory, columns_of, is_plain, known_exchange
-from .peer_memory import PeerLaunches
+from .peer_memory import PeerLaunches, losses_of_chunk
 from .shards import ANNOUNCEMENTS, Operands, ShardedInput, Shards, ShardSignature, agreed
 
 Tensor = torch.Tensor
@@ -139,26 +139,34 @@ def run_if_possible(signature: ShardSignature, operands: Operands, call: Sharded
     return run(operands, groups)
 
 
-def launches_of_chunk(
-    signature: ShardSignature, operands: Operands, processes: int, with_gradient: bool
-) -> CollectiveLaunches | None:
-    """The kept launches of a chunk of the logits of a head; None where it takes the general way.
+def run_chunk_if_possible(
+    signature: ShardSignature, operands: Operands, groups: tuple[Any, ...], factor: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """(losses, gradient of the sum of factor · loss) of a chunk of the logits of a head, by kernels in their place.
+
+    None where the chunk takes the general way.  Autograd does not see these kernels.
 
     Args:
-        signature, operands: Those of the chunk.
-        processes: Number of processes.
-        with_gradient: True where `backward` of the launches follows, which autograd does not see.
+        signature, operands: Those of the chunk; the loss is that of each row, and the tensors are contiguous.
+        groups: Process groups over which the classes are sharded.
+        factor: Factor of the loss of each row; None for no gradient.
     """
-    if _why_general(signature, operands) or not _merges(signature, operands):
+    loss, x, shards = signature.loss, operands.x, signature.shards
+    if loss is None or abs(loss.ignore_index) > MOST_EXACT_INDEX or _why_general(signature, operands):
         return None
-    if signature.loss is not None and abs(signature.loss.ignore_index) > MOST_EXACT_INDEX:
+    columns = columns_of(groups, x, signature.dim, shards.first, shards.total, None, signature.choice)
+    if columns is not None:
+        return losses_of_chunk(signature, operands, columns, factor)
+    if not _merges(signature, operands):
         return None
-    key = key_of(operands, (signature, processes, "chunk", with_gradient))
-    found = PREPARED_CALLS.get(key)
-    if found is None:
-        launches = CollectiveLaunches(signature, operands, processes, with_gradient)
-        found = keep(PREPARED_CALLS, key, launches)
-    return found
+    processes = math.prod(group.size() for group in groups)
+    key = key_of(operands, (signature, processes, "chunk", factor is None))
+    launches = PREPARED_CALLS.get(key)
+    if launches is None:
+        made = CollectiveLaunches(signature, operands, processes, factor is not None)
+        launches = keep(PREPARED_CALLS, key, made)
+    (rows,), saved = launches.forward(operands, groups)
+    return rows, None if factor is None else launches.backward(x, saved, (factor,), x)
 
 
 def _merges(signature: ShardSignature, operands: Operands) -> bool:

@@ -4,6 +4,8 @@
     with its gradient   and writes the losses and the gradient of the shard; a small kernel adds the losses
     other results       one kernel reads the shard, exchanges states, and writes the results of the rows; a small
                         kernel adds the losses (for a mean or a sum); backward is one kernel, which exchanges nothing
+    a chunk of a head   one kernel reads the logits, exchanges states, and writes the losses of the rows, and the
+                        gradient over the logits
 
 The gradient of float16 logits is computed in backward, where a gradient scaler has multiplied the incoming gradient.
 A loss with label smoothing and class weights adds the weights in one more launch.  As with a collective, a result per
@@ -25,6 +27,7 @@ from ..torch import loss_eager
 from ..torch.arguments import check_first_derivative
 from ..torch.autograd import prepared_launch, prepared_recording
 from ..torch.formulas import accumulator_of
+from ..torch.gradients import outputs_of
 from ..torch.loss_arguments import Loss
 from ..torch.loss_kernels import loss_numbers, reduced_with_gradient
 from ..torch.small_kernels import reducer
@@ -106,20 +109,52 @@ class PeerLaunches:
         )
 
     def _weights(self, weight: Tensor | None = None) -> dict[str, Tensor]:
-        """The weights of this shard, a view of all weights, and the sum of all weights if smoothing needs it.
+        return _weights_of(weight, self.signature, self.columns, self._wide)
 
-        A kernel may need the weight of a target on another GPU, and reads it before or behind the view.
-        """
-        if weight is None:
-            return {}
-        first, cols, whole = self.columns.first, self.signature.shards.cols, weight
-        if not cols:
-            # The one column of an empty shard has a weight, which is not read.
-            whole, cols = torch.cat([weight, weight.new_zeros(1)]), 1
-        local = {"weight": whole[first : first + cols]}
-        if self.signature.smoothed:
-            local["weight_sum"] = weight.sum(dtype=accumulator_of(self._wide, weight.dtype))
-        return local
+
+def losses_of_chunk(
+    signature: ShardSignature, operands: Operands, columns: ColumnRange, factor: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """(losses, gradient of the sum of factor · loss) of a chunk of the logits of a head, the gradient in their place.
+
+    Args:
+        signature: The properties of the chunk.
+        operands: Its tensors.
+        columns: The position of the shard.
+        factor: Factor of the loss of each row; None for no gradient.
+    """
+    loss, logits, operands = signature.loss, operands.x, _with_a_column(operands, signature.dim)
+    assert loss is not None
+    wide = accumulator_of(logits.dtype, logits.dtype)
+    named = {"target": operands.target, **loss_numbers(loss), **_weights_of(operands.weight, signature, columns, wide)}
+    named |= {} if factor is None else {"dy": factor}
+    call = call_of(CROSS_ENTROPY, Shard.of(signature, operands, None), named, columns)
+    # The losses are added up in float32, so they need its accuracy.
+    call = call._replace(settings=call.settings._replace(dtype=signature.result))
+    if factor is None:
+        return outputs_of(call, ("loss",))[0], None
+    rows, dz = outputs_of(call._replace(beside={**call.beside, "y": operands.x}), ("loss", "y"))
+    # A shard without columns had one, which the kernel does not write.
+    return rows, dz if logits.numel() else logits
+
+
+def _weights_of(
+    weight: Tensor | None, signature: ShardSignature, columns: ColumnRange, wide: torch.dtype
+) -> dict[str, Tensor]:
+    """The weights of a shard, a view of all weights, and the sum of all weights if smoothing needs it.
+
+    A kernel may need the weight of a target on another GPU, and reads it before or behind the view.
+    """
+    if weight is None:
+        return {}
+    first, cols, whole = columns.first, signature.shards.cols, weight
+    if not cols:
+        # The one column of an empty shard has a weight, which is not read.
+        whole, cols = torch.cat([weight, weight.new_zeros(1)]), 1
+    local = {"weight": whole[first : first + cols]}
+    if signature.smoothed:
+        local["weight_sum"] = weight.sum(dtype=accumulator_of(wide, weight.dtype))
+    return local
 
 
 def _reduced(loss: Loss, rows: Tensor, target: Tensor, weight: Tensor | None, _factor: Any) -> Tensor:

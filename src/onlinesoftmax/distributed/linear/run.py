@@ -27,7 +27,7 @@ from ...torch.arguments import TORCH, check_dtype, check_weight
 from ...torch.formulas import accumulator_of
 from ...torch.loss_arguments import Loss, count_of, ignored, signed
 from ..collective_eager import NUMBERS, general_way
-from ..fast_path import launches_of_chunk
+from ..fast_path import run_chunk_if_possible
 from ..losses import loss_rows, weight_of_mean
 from ..shards import Operands, ShardSignature
 from .team import Team
@@ -89,17 +89,15 @@ def _loss_rows(head: Head, weight: Tensor | None, loss: Loss, options: Any, team
     """The function of a chunk that exchanges the states of its tokens, and gives losses and gradient."""
     dtype: Any = loss.settings.dtype
     signature = ShardSignature(1, team.shards, options, rows.CHOICE, loss, ("y",), dtype)
-    processes = 1
-    for group in team.groups:
-        processes *= group.size()
     weight = None if weight is None else weight.detach().resolve_neg().contiguous()
 
     def of_chunk(z: Tensor, part: slice, factor: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
         operands, wants = Operands(z, None, head.target[part], weight), factor is not None
-        launches = launches_of_chunk(signature, operands, processes, wants)
-        if launches is not None:
-            found, saved = launches.forward(operands, team.groups)
-            return found, launches.backward(z, saved, (factor,), z) if wants else None
+        if not len(z):
+            return (z.new_empty(0, dtype=dtype),), z
+        found = run_chunk_if_possible(signature, operands, team.groups, factor)
+        if found is not None:
+            return found[:1], found[1]
         way = general_way(signature, operands)
         numbers, saved = way.forward(operands, team.groups)
         leaves = [None if t is None else t.detach().requires_grad_(wants) for t in numbers]

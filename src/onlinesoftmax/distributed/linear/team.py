@@ -43,6 +43,8 @@ class Team(NamedTuple):
         return Sharing(first, total, self.largest, self._merged, self._summed, self.over_tokens)
 
     def _merged(self, found: Statistics, target: Tensor) -> Statistics:
+        if not target.numel():
+            return found
         limits = torch.finfo(found.lse.dtype)
         m = found.lse.clamp(limits.min, limits.max)
         whole = merge(RowStates(m, (found.lse - m).exp(), found.logprob, found.entropy), self.groups)
@@ -52,7 +54,8 @@ class Team(NamedTuple):
         return Statistics(*(t.to(found.lse.dtype) for t in (logprob, whole.entropy, whole.lse)))
 
     def _summed(self, total: Tensor, out: Tensor) -> Callable[[], Tensor]:
-        finish = start_adding(total, *self.groups)
+        # Without tokens there is nothing to add.
+        finish = start_adding(total, *(self.groups if total.numel() else ()))
         return lambda: out.copy_(finish())
 
     def over_tokens(self, t: Tensor) -> Tensor:
