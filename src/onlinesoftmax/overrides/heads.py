@@ -102,12 +102,12 @@ class Head:
         """Input, weight and bias in the dtype of the product.
 
         Raises:
-            RuntimeError: one of them has changed since the call.
+            RuntimeError: one of them has changed since the call, or its memory has been freed.
         """
         if self._versions != self._current_versions() or not self.weight.untyped_storage().nbytes():
             raise RuntimeError(
                 "override(linear=True): the logits of this call of linear are not computed yet, and its input or its "
-                "weight has changed since; use the logits before, as before the step of the optimizer"
+                "weight has changed or been freed since; use the logits before that"
             )
         bias = None if self.bias is None else self.bias.to(self.dtype)
         return self.input.to(self.dtype), self.weight.to(self.dtype), bias
