@@ -39,6 +39,10 @@ OPTIONS = "float number, float? softcap, int? memory, bool[] wanted"
 """A scale that is a number, the softcap, the bytes of buffers, and which gradients are wanted."""
 
 
+UNBOUNDED = 1 << 62
+"""Bytes in which every plan fits."""
+
+
 def _options(scale: Tensor | None, number: float, softcap: float | None) -> ScoreOptions | None:
     options = ScoreOptions(number if scale is None else scale, softcap)
     return None if options.plain else options
@@ -64,8 +68,8 @@ def _given(tensors: Sequence[Tensor | None], x: Tensor) -> Tensors:
 
 def _statistics(*arguments: Any) -> Tensors:
     x, weight, bias, target, scale, number, softcap, memory, wanted, keeps = arguments
-    name, taken = "linear_token_logprobs", x.numel() and len(x) * len(weight) * x.itemsize
-    plan = _plan(name, x, weight, taken if keeps else memory, wanted)
+    # The logits that the caller keeps fit, and so do a few vectors beside them.
+    plan = _plan("linear_token_logprobs", x, weight, UNBOUNDED if keeps else memory, wanted)
     way = Way(plan, _options(scale, number, softcap))
     found, logits = statistics_of(way, (x, weight, bias), target)
     return (*found, logits if keeps else x.new_empty(0, len(weight)))
@@ -176,6 +180,8 @@ def _backward_of_losses(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]
         _check([dy])
         *numbers, wanted = ctx.numbers
         if ctx.known:
+            if any(need and not one for need, one in zip(ctx.needs_input_grad, wanted, strict=False)):
+                raise RuntimeError("this program was traced without a gradient that is wanted now; trace it again")
             found = [g * dy if one else None for g, one in zip(ctx.saved_tensors, wanted, strict=True)]
         else:
             wanted = list(ctx.needs_input_grad[:3])

@@ -132,7 +132,7 @@ def _traced_statistics(head: Head, options: Any, memory: int | None) -> tuple[Te
     """(logprob, entropy, lse) by an operator, which keeps the logits where they take the usual memory."""
     x, weight = head.input, head.weight
     scale, given = _scale_and_options(head, options, memory)
-    keeps = memory is None and records(head) and len(x) * len(weight) * x.itemsize <= CHUNK_BYTES
+    keeps = memory is None and records(head) and x.shape[0] * len(weight) * x.itemsize <= CHUNK_BYTES
     found: Any = _operators().linear_token_logprobs(x, weight, head.bias, head.target, scale, *given, keeps)
     return found[0], found[1], found[2]
 
@@ -270,14 +270,14 @@ def plan_for(
 
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
     """The result; NaN where it is the mean of no tokens, whose gradients are 0."""
-    return y if len(head.input) or reduction != "mean" else y + torch.nan
+    return y if head.input.shape[0] or reduction != "mean" else y + torch.nan
 
 
 def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The factor of the loss of each token, and the divisor of the sum (`with_divisor`)."""
     x, target = head.input, head.target
     wide, divisor = accumulator_of(x.dtype, x.dtype), None
-    factor = torch.ones(len(x), dtype=wide, device=x.device)
+    factor = torch.ones(x.shape[:1], dtype=wide, device=x.device)
     if loss.reduction == "mean":
         soft = target.is_floating_point()
         divisor = factor.sum() if soft else count_of(target, weight, loss, wide)
