@@ -15,17 +15,20 @@ from ..signature import Names
 
 LAYOUTS = {
     "x": "th", "dx": "th", "weight": "ch", "dweight": "ch", "bias": "c", "dbias": "c", "class_weight": "c", "q": "tc",
-    "z": "tc", **dict.fromkeys([f"constant{i}" for i in range(64)], ""),
+    "z": "tc",
 }  # fmt: skip
-"""Axes of each array by its name: t for the axes of the tokens, h for hidden, c for classes; "t" for other names."""
+"""Axes of arrays by name: t for the axes of the tokens, h for hidden, c for classes."""
+
+CONSTANT = "constant"
+"""Beginning of the names of arrays that the loss of `linear_token_loss` uses, which every device has whole."""
 
 GRADIENTS = {"x": "dx", "weight": "dweight", "bias": "dbias"}
 """Names of the gradients of a head, by the names of its arrays."""
 
 
 def layout(name: str) -> str:
-    """The axes of an array of a head."""
-    return LAYOUTS.get(name, "t")
+    """The axes of an array of a head, in the letters of LAYOUTS; most have a number for each token."""
+    return "" if name.startswith(CONSTANT) else LAYOUTS.get(name, "t")
 
 
 class HeadCall(NamedTuple):

@@ -84,7 +84,9 @@ def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: HeadCa
         return [found[name] for name in call.outputs]
 
     results, token_axes = types(call, dict(zip(names, arrays, strict=True))), arrays[0].ndim - 1
-    factors = [_factors(name, token_axes) for name in (*names, *call.outputs)]
+    named = zip((*names, *call.outputs), (*arrays, *results.values()), strict=True)
+    # A constant of a loss is whole on every device.
+    factors = [_factors(name, token_axes) if layout(name) else (None,) * t.ndim for name, t in named]
     found: list[Array] = partitioning.by_factors(on_device, list(results.values()), factors, *arrays)
     return found
 

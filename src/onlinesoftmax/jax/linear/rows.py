@@ -22,7 +22,7 @@ from ..loss_run import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..plans import outputs_of
 from ..shards import Run
 from ..signature import Names, Signature, Values
-from .call import HeadCall
+from .call import CONSTANT, HeadCall
 
 CHOICE = ANY
 """The plan of the kernels that read a chunk, which tests force."""
@@ -107,7 +107,7 @@ def _of_function(run: Run, call: HeadCall, names: Names, z: Array, rows: Values)
     # Rounding can put a logarithm above 0.
     known = jnp.minimum(state["y"], 0), entropy, logsumexp_of(m, l)
     beside = [rows[f"per_token{i}"] for i in range(sum(name.startswith("per_token") for name in rows))]
-    constants = [rows[f"constant{i}"] for i in range(sum(name.startswith("constant") for name in rows))]
+    constants = [rows[f"{CONSTANT}{i}"] for i in range(len(call.loss.constvars))]
 
     def of_token(*values: Array) -> Array:
         (y,) = jax.core.eval_jaxpr(call.loss, constants, *values)

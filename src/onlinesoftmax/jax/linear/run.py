@@ -27,7 +27,7 @@ from .arguments import (
     checked_reduction,
     constant,
 )
-from .call import HeadCall, takes_columns
+from .call import CONSTANT, HeadCall, takes_columns
 from .gradients import Inputs, known_factor, later_factor, log_probabilities
 
 Arrays = tuple[Any, Any, Any, Any]
@@ -120,7 +120,7 @@ def token_loss(
     traced, result = jax.make_jaxpr(loss, return_shape=True)(*[array_types.vary(t, every) for t in of_token])
     if not isinstance(result, jax.ShapeDtypeStruct) or result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(f"{name}: loss must return one floating-point number for each token, got {result}")
-    constants = {f"constant{i}": _closed_over(name, t) for i, t in enumerate(traced.consts)}
+    constants = {f"{CONSTANT}{i}": _closed_over(name, t) for i, t in enumerate(traced.consts)}
     divisor = _divisor(head, counts, None, call)[0] if reduction == "mean" else None
     call = call._replace(kind="losses", outputs=("loss",), loss=traced.jaxpr)
     rest = {**_of_column(head), **beside, **constants}
