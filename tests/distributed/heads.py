@@ -29,7 +29,7 @@ TOKENS, HIDDEN = (2, 5), 7
 CLASSES = 1001
 """Classes of a larger head."""
 
-SMALL = {"TOKEN_TILE": 3, "COLUMN_TILE": 1, "FEWEST_TOKENS": 3, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
+SMALL = {"TOKEN_TILE": 5, "COLUMN_TILE": 1, "FEWEST_TOKENS": 5, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
 """Sizes with which the planner cuts small problems."""
 
 
@@ -46,7 +46,7 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Te
 
 def memories(largest: int) -> dict[str, int | None]:
     """Bytes with which heads of `head` take each plan."""
-    return {"stored": None, "tokens": 4 * 8 * (largest + HIDDEN), "columns": 10 * 8 * (HIDDEN + 4) + 60}
+    return {"stored": None, "tokens": 5 * 8 * (largest + HIDDEN), "columns": 10 * 8 * (HIDDEN + 4) + 60}
 
 
 def agrees(name: str, given: tuple[Any, ...], columns: tuple[int, int], *more: Any, **options: Any) -> Any:
@@ -83,7 +83,11 @@ def losses_without_logits(first: int, end: int) -> None:
     given, weight = head(), random(COLS, seed=24, normal=False).double()
     token_weight = random(*TOKENS, seed=25, normal=False).double()
     largest = int(gathered(torch.tensor(end - first, device=device()), dist.group.WORLD).max())
+    problem = plans.problem_of(
+        "linear_cross_entropy", (10, HIDDEN, largest), "float64", (True, True, True), travels=True
+    )
     for plan, memory in memories(largest).items():
+        assert plans.plan_of(problem, memory).name == plan
         for reduction in ("mean", "sum", "none"):
             columns = plan == "columns"
             for options in (
@@ -293,7 +297,7 @@ def on_meshes(*_: int) -> None:
                 for reduction in ("mean", "sum", "none"):
                     agrees_on(mesh, placements, "linear_cross_entropy", reduction=reduction, **options)
                 with mock.patch.multiple(plans, **SMALL):
-                    agrees_on(mesh, placements, "linear_cross_entropy", memory=4 * 8 * (COLS + HIDDEN))
+                    agrees_on(mesh, placements, "linear_cross_entropy", memory=5 * 8 * (COLS + HIDDEN))
                 scale = random(*TOKENS, seed=28, normal=False).double()
                 agrees_on(mesh, placements, "linear_token_logprobs", ignore_index=-100, scale=scale)
                 agrees_on(mesh, placements, "linear_token_loss", clipped, *per_token)
