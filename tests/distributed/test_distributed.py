@@ -13,7 +13,18 @@ import torch
 from torch.nn import functional
 
 import onlinesoftmax as osm
-from distributed import benchmark, dtensors, fast_path, files, fsdp, heads, mistakes, passes, peer_memory, processes
+from distributed import (
+    benchmark,
+    dtensors,
+    fast_path,
+    files,
+    fsdp,
+    mistakes,
+    passes,
+    peer_memory,
+    processes,
+    sharded_heads,
+)
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
@@ -35,7 +46,7 @@ def test_different_calls_are_an_error_on_several_hosts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
 def test_the_passes_over_a_shard_and_heads(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    processes.run_in_turn((passes.everything, heads.everything), cuts, tmp_path)
+    processes.run_in_turn((passes.everything, sharded_heads.everything), cuts, tmp_path)
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
@@ -54,10 +65,16 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
         *(functools.partial(peer_memory.one_check, check.__name__) for check in peer_memory.CHECKS),
         processes.everything,
         mistakes.everything,
-        heads.everything,
+        sharded_heads.everything,
         peer_memory.a_process_is_late,
     ],
-    ids=[*(check.__name__ for check in peer_memory.CHECKS), "processes", "mistakes", "heads", "a_process_is_late"],
+    ids=[
+        *(check.__name__ for check in peer_memory.CHECKS),
+        "processes",
+        "mistakes",
+        "sharded_heads",
+        "a_process_is_late",
+    ],
 )
 def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
     """Two GPUs exchange states from kernel to kernel."""
@@ -87,8 +104,8 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
         dtensors.everything,
         passes.everything,
         fast_path.everything,
-        heads.everything,
-        heads.on_meshes,
+        sharded_heads.everything,
+        sharded_heads.on_meshes,
     ],
     ids=lambda check: f"{check.__module__.rpartition('.')[2]}.{check.__name__}",
 )
@@ -265,4 +282,4 @@ def test_shards_that_do_not_fit() -> None:
 
 
 def test_dtensors_are_as_good_as_whole_tensors(tmp_path: Path) -> None:
-    processes.run_in_turn((dtensors.everything, heads.on_meshes), (0, 1, 2, 3, 4), tmp_path)
+    processes.run_in_turn((dtensors.everything, sharded_heads.on_meshes), (0, 1, 2, 3, 4), tmp_path)
