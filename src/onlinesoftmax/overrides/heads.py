@@ -6,8 +6,7 @@ that need no logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -181,7 +180,13 @@ class Logits(torch.Tensor):
 
     def computed(self, name: str) -> Tensor:
         """The logits, for the operation of this name: a tensor without gradient, which shares the numbers."""
-        with _below_autograd(self.device.type):
+        # No gradient, no autocast, and no mode sees these calls.
+        with (
+            torch._C._InferenceMode(False),
+            torch._C._AutoDispatchBelowAutograd(),
+            torch._C._DisableAutocast(),
+            torch._C.DisableTorchFunction(),
+        ):
             if self.numbers.computed is None:
                 y = self.head.product(name)
                 for step in self.numbers.recipe:
@@ -198,8 +203,8 @@ class Logits(torch.Tensor):
 
     def view_of(self, like: Tensor, step: Step) -> Logits | None:
         """The view after a step; None where the step cuts the classes."""
-        sizes = zip(like.shape, like.stride(), strict=True)
-        here = [i for i, size in enumerate(sizes) if size == (len(self.head.weight), 1)]
+        classes = self.head.weight.shape[0], 1
+        here = [i for i, size in enumerate(zip(like.shape, like.stride(), strict=True)) if size == classes]
         if not here:
             return None
         y: Logits = type(self)(like, self.device, self.numbers, int(self.storage_offset() + like.storage_offset()))
@@ -216,15 +221,3 @@ class Logits(torch.Tensor):
         y: Logits = type(self)(like, self.device, numbers)
         y.head, y.rows, y.classes_dim = self.head, self.rows, self.classes_dim
         return y
-
-
-@contextmanager
-def _below_autograd(device_type: str) -> Iterator[None]:
-    """No gradient, no autocast, and no mode sees the calls in this block."""
-    with (
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device_type, enabled=False),
-        torch._C.DisableTorchFunction(),
-    ):
-        yield

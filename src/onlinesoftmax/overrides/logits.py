@@ -75,10 +75,10 @@ class Deferred(TorchDispatchMode):
         if func in (aten.mm.default, aten.addmm.default):
             x, classes = args[-2], args[-1].shape[1]
         elif func is aten.linear.default:  # in inference mode
-            x, classes = args[0], len(args[1])
+            x, classes = args[0], args[1].shape[0]
         else:
             return func(*args, **(kwargs or {}))
-        like = torch.empty(len(x), classes, dtype=x.dtype, device="meta")
+        like = torch.empty(x.shape[0], classes, dtype=x.dtype, device="meta")
         return UncomputedLogits(like, x.device, Numbers((), 1.0, None, False))
 
 
@@ -99,7 +99,7 @@ def deferred(input: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts,
         if not isinstance(y, Logits):
             return y.view(*input.shape[:-1], -1)
         y.head = Head((rows, weight, bias), y, counts, strict)
-        return y if input.dim() == 2 else y.view(*input.shape[:-1], len(weight))
+        return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
 
 
 class Computed(torch.autograd.Function):
