@@ -104,7 +104,7 @@ def sample(folder: Path) -> None:
     rows, cols, top = 2, 2000, 3
     arrays: dict[str, Any] = {
         "x": np.linspace(-3, 3, rows * cols, dtype=np.float32), "temperature": np.ones(rows, np.float32),
-        "top_k": np.full(rows, 40), "top_p": np.full(rows, 0.5, np.float32), "min_p": np.full(rows, 0.01, np.float32),
+        "top_k": np.full(rows, 40), "top_p": np.full(rows, 0.5), "min_p": np.full(rows, 0.01),
         "seed": np.arange(rows), "offset": np.zeros(rows, np.int64), "token": np.zeros(rows, np.int64),
         "logprob": np.zeros(rows, np.float32), "lse": np.zeros(rows, np.float32), "kept": np.zeros(rows, np.int64),
         "valid": np.zeros(rows, np.uint8), "top_tokens": np.zeros(rows * top, np.int64),

@@ -11,6 +11,7 @@ import torch
 
 import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
+from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source
 
@@ -29,6 +30,7 @@ def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> 
     aligned = not (x.data_ptr() | x.stride(0) * x.element_size()) % 16
     shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, bool(filters), aligned)
     dtypes = dict.fromkeys(("seed", "offset", "top_k", "token", "kept", "top_tokens"), torch.int64)
+    dtypes |= {"top_p": torch.float64, "min_p": torch.float64}
     tensors = {
         name: value if isinstance(value, Tensor) else torch.full((rows,), value, dtype=dtypes.get(name, torch.float32))
         for name, value in {"temperature": 1.0, "offset": 0, **given}.items() if name not in ("ties", "logprobs")
@@ -82,12 +84,30 @@ def test_ties_and_rows_without_a_distribution(filters: dict[str, Any], ties: str
         check(x, cluster, folder, 3, seed=torch.arange(8), temperature=temperature, ties=ties, **filters)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        # A difference that float32 does not have, scores that differ from the largest by the same float64, and scores
+        # whose masses are at the bounds of the polynomial.
+        [3.4e38, -3.4e38, -3.4e38, -3.4e38], [1000.0, 1e-15, 0.0, -1.0], [1e30, 2.0, 1.0, 0.0],
+        [0.0, -0.34657156467, -0.34657159448, -1.0],
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.99}, {"min_p": 0.7071082592010498}, {}], ids=str)
+def test_scores_at_the_limits_of_rounding(row: list[float], filters: dict[str, Any], folder: Path) -> None:
+    for temperature in (1.0, 3e38):
+        check(torch.tensor([row]), 1, folder, 2, seed=torch.tensor([5]), temperature=temperature, **filters)
+
+
 def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
     x = torch.randn(4, 300, generator=torch.Generator().manual_seed(2)) * 5
     temperature = torch.tensor([1e-6, 1e-38, 1e6, 0.0])
     check(x, 2, folder, 4, seed=torch.arange(4), temperature=temperature, top_k=20, logprobs="raw")
     check(x, 2, folder, 0, seed=torch.arange(4), temperature=temperature)
     check(x * 1e30, 2, folder, 0, seed=torch.arange(4), temperature=temperature, top_p=0.9)
+    # Keys that float32 does not have, in more tiles than one.
+    wide = torch.randn(2, 5000, generator=torch.Generator().manual_seed(3))
+    check(wide, 1, folder, 0, seed=torch.arange(2), temperature=3e38)
 
 
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 8), ("sm_100", 8)])
@@ -98,13 +118,16 @@ def test_the_kernel_compiles(arch: str, cluster: int) -> None:
 
 
 def test_blocks_of_a_row_hold_it() -> None:
+    hopper, ada = (KNOWN[name] for name in ("h100", "l4"))
     for rows, cols, itemsize in ((1, 128256, 4), (64, 128256, 4), (512, 128256, 2), (8, 262208, 4), (10_000, 1000, 4)):
-        cluster = source.cluster_of(rows, cols, itemsize, 132, True)
+        cluster = source.cluster_of(rows, cols, itemsize, hopper)
         assert cluster is not None
         assert source.slice_of(cols, cluster) * cluster >= cols
         assert source.slice_of(cols, cluster) * itemsize <= source.SHARED_BYTES
-    assert source.cluster_of(1, 1 << 20, 4, 132, True) is None
-    assert source.cluster_of(1, 128256, 4, 132, False) is None
+    assert source.cluster_of(1, 1 << 20, 4, hopper) is None
+    assert source.cluster_of(1, 32000, 4, ada) is None
+    assert source.cluster_of(1, 32000, 2, ada) == 1
+    assert source.cluster_of(1 << 31, 100, 2, ada) is None
 
 
 @pytest.mark.gpu

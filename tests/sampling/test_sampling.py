@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
+from onlinesoftmax.sampling.arguments import checked_logits, checked_of_rows
 from onlinesoftmax.sampling.noise import gumbel, philox
 
 Tensor = torch.Tensor
@@ -140,6 +141,8 @@ def test_rows_without_a_distribution_are_not_valid() -> None:
     inf, nan = torch.inf, torch.nan
     z = torch.tensor([[0, 1, nan], [-inf] * 3, [1, 2, 3], [inf, 0, inf], [1, 1, 1], [0, 0, 0], [0, 0, 0]])
     t = torch.tensor([1, 1, 1, 1, 1, -1, nan])
+    nothing = osm.sample(z[2:3], top_p=torch.tensor([nan]), min_p=torch.tensor([nan]), seed=2)
+    assert not nothing.valid.item()
     for filters in ({}, {"top_k": 2, "top_p": 0.99}):
         found = osm.sample(z, temperature=t, seed=torch.arange(7), top_logprobs=3, **filters)
         assert found.valid.tolist() == [False, False, True, True, True, False, False]
@@ -199,6 +202,39 @@ def test_ties_at_a_threshold() -> None:
     assert kept_of(osm.sample(z, top_p=0.5, seed=0, top_logprobs=5, ties="first"), 0) == {0, 1}
 
 
+def test_thresholds_are_those_of_the_scores() -> None:
+    """Not those of rounded differences: 1e-15 and 0 are as far from 1000.  0.1 of ten equal tokens is one."""
+    assert osm.sample(torch.tensor([[1000.0, 1e-15, 0.0]]), top_k=2, seed=0).kept.item() == 2
+    equal = torch.zeros(1, 10)
+    kept = [osm.sample(equal, top_p=n / 10, ties="first", seed=0).kept.item() for n in range(1, 11)]
+    assert kept == list(range(1, 11))
+    # Their masses are in the other order.
+    close = torch.tensor([[0.0, -0.34657156467, -0.34657159448]])
+    assert kept_of(osm.sample(close, min_p=0.7071082592010498, seed=0, top_logprobs=3), 0) in ({0}, {0, 1}, {0, 1, 2})
+
+
+def test_float64_statistics_have_float64_accuracy() -> None:
+    z = torch.full((1, 100_001), -28.5, dtype=torch.float64)
+    z[0, 0] = 0.0
+    found = osm.sample(z, seed=0)
+    assert torch.equal(found.lse, z.logsumexp(1))
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seed", "offset"])
+def test_parameters_of_rows_may_have_any_strides(name: str) -> None:
+    values = torch.tensor([[2, 9], [3, 9], [2, 9]])
+    values = values if name in ("top_k", "seed", "offset") else values.double() / 4
+    z = torch.randn(3, 20, generator=torch.Generator().manual_seed(3))
+    logits = checked_logits("sample", z, -1, 1.0, None, None, None)
+    for value in (values[:, 0], values[0, 0], values[:1, 0], values[:, 0].contiguous()):
+        of_rows = checked_of_rows(
+            logits, name, value, torch.int64 if values.dtype == torch.int64 else torch.float32, 0, 1
+        )
+        assert of_rows.is_contiguous()
+        assert torch.equal(of_rows, value.expand(3).to(of_rows.dtype))
+    assert osm.sample(z, **{"seed": 1, name: values[:, 0]}).valid.all()
+
+
 def test_score_options() -> None:
     z = torch.randn(4, 30, generator=torch.Generator().manual_seed(4)) * 4
     bias, mask = torch.randn(30), torch.rand(4, 30) > 0.3
@@ -228,7 +264,7 @@ def test_without_a_seed_the_generator_decides() -> None:
         ({"top_k": 1.5}, TypeError, "'top_k' must be int"),
         ({"top_k": torch.ones(2)}, TypeError, "top_k must be an int"),
         ({"top_p": -0.1}, ValueError, "top_p must be from 0"),
-        ({"min_p": 2}, ValueError, "min_p must be from 0 to 1"),
+        ({"min_p": 2}, ValueError, "min_p must be from 0.0 to 1.0"),
         ({"seed": -1}, ValueError, "seed must be from 0"),
         ({"seed": 1, "generator": torch.Generator()}, ValueError, "seed and generator exclude each other"),
         ({"generator": 3}, TypeError, "generator must be a torch.Generator"),

@@ -12,7 +12,11 @@ from types import ModuleType
 
 from ..core.declaration import Operation
 
-BACKENDS = {"cuda": "onlinesoftmax.kernels.cuda", "triton": "onlinesoftmax.kernels.triton", "eager": ""}
+BACKENDS = {
+    "cuda": "onlinesoftmax.kernels.cuda",
+    "triton": "onlinesoftmax.kernels.triton",
+    "eager": "",
+}
 """Module of each backend's kernels; empty for the framework's own operations, which are always there."""
 
 LOADING = threading.RLock()

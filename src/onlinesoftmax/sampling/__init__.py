@@ -43,20 +43,22 @@ def sample(
 
     Args:
         logits: Floating-point tensor of any shape and strides.
-        temperature: Divisor of the scores.  A row with 0 takes its largest score, the smaller token of equal ones.
+        temperature: Divisor of the scores.  A row with 0 takes its largest score, of equal ones that with the
+            lowest token id.  Rounded to float32.
         top_k: Number of tokens to keep; None, 0, -1 or too many for all.
         top_p: Part of the probability to keep; None, or 1 and more, for all.
         min_p: Smallest probability to keep, as a part of the largest, from 0 to 1; None or 0 for all.
         seed: Integer from 0 to 2^63 - 1.  None draws one for each row from `generator`.
-        offset: Which number of the seed's sequence: the position in the text, say.
+        offset: Position in the random stream of the seed, such as the position of the token in the text.
         generator: Generator of PyTorch, on the device of the logits; by default that of the device.
         bias: Floating point, broadcasts to the shape of `logits`.
         mask: Boolean, broadcasts to the shape of `logits`: True for the tokens that can be sampled.
         softcap: Soft bound on the magnitude of the logits: a positive number.
-        ties: "keep" keeps all tokens that equal the last one that is kept; "first" keeps the smaller of them, so that
-            top_k keeps no more than k.
+        ties: "keep" keeps all tokens with the score of the last one that top_k or top_p keeps; "first" keeps those with
+            the lowest ids, so that top_k keeps no more than k.
         top_logprobs: Number of the largest log-probabilities to return.
-        logprobs: "processed" for the probabilities that are sampled from; "raw" for those of softmax(z).
+        logprobs: "processed" for the probabilities that are sampled from, which are 1 and 0 in a greedy row; "raw" for
+            those of softmax(z).
         dim: The dimension of the tokens.
 
     Returns:
@@ -93,7 +95,7 @@ def topk_logprobs(
 ) -> TopLogprobs:  # fmt: skip
     """The k largest scores of each row, their log-probabilities, and the log-probability and rank of a target.
 
-    Of equal scores, that of the smaller token is the larger.  Values, log-probabilities and lse are differentiable in
+    Of equal scores, that of the lower token id comes first.  Values, log-probabilities and lse are differentiable in
     the logits.
 
     Args:
@@ -128,21 +130,22 @@ def verify(
     min_p: float | Tensor | None = None, seed: int | Tensor | None = None, offset: int | Tensor = 0,
     generator: torch.Generator | None = None, ties: Literal["keep", "first"] = "keep",
 ) -> Verified:  # fmt: skip
-    """Decide which drafted tokens stay, so that the tokens of a row are distributed as if the large model wrote them.
+    """Decide which drafted tokens stay, so that the tokens of a row are distributed as those of the target model.
 
-    A draft with the probability q in the small model and p in the large one stays with the probability min(1, p / q).
-    The first that does not stay is replaced by a token of the distribution max(p - q, 0); if all stay, one more token
-    is sampled from the large model.  Temperature and filters apply to both models, so the drafts must have been sampled
-    with them.  The noise differs from that of `sample` with the same seed and offset, but where a row has no more
-    drafts: there, the token is that of `sample` at offset + place.
+    A draft with the probability q in the draft model and p in the target model stays with the probability
+    min(1, p / q).  The first that does not stay is replaced by a token of the distribution max(p - q, 0); if all stay,
+    one more token is sampled from the target model.  Temperature and filters apply to both models, so the drafts must
+    have been sampled with them.  The noise that accepts and replaces drafts is independent of that of `sample` with the
+    same seed and offset.  Where a row has no more drafts, the token is that of `sample` at offset + position.  The
+    offset of the next call is offset + accepted + 1.
 
     Args:
-        target_logits: Logits of the large model, (..., n + 1, tokens): at each drafted token, and after the last.
-        draft_tokens: Drafted tokens, integers (..., n); -1 where a row has fewer than n.
+        target_logits: Logits of the target model, (..., n + 1, tokens): at each drafted token, and after the last.
+        draft_tokens: Drafted tokens, integers (..., n); -1, or another number that is no token, where a row has fewer.
         draft_logits: Logits that they were sampled from, (..., n, tokens); None for drafts without a distribution, as
             from greedy decoding or from a look-up in the text: their q is 1.
         temperature, top_k, top_p, min_p, ties: As for `sample`; a tensor has one number for each row of drafts.
-        seed, offset, generator: As for `sample`; the place in the row is added to the offset.
+        seed, offset, generator: As for `sample`; the position in the row is added to the offset.
 
     Returns:
         The named tuple `Verified` (accepted, tokens, logprobs, valid).

@@ -15,6 +15,7 @@ from ..core.options import LARGEST_FLOAT32, ScoreOptions, checked_options
 from ..ops import OPERATIONS
 from ..torch.arguments import TORCH, checked_number
 from .distribution import Parameters
+from .masses import MOST_TOKENS
 
 Tensor = torch.Tensor
 
@@ -73,17 +74,20 @@ def checked_of_rows(logits: Logits, argument: str, value: Any, dtype: torch.dtyp
     if isinstance(value, Tensor):
         if value.is_floating_point() == whole or value.dtype == torch.bool or value.is_complex():
             raise TypeError(f"{name}(): {argument} must be {wanted} or a tensor of such, got {value.dtype}")
-        if value.device != x.device and value.dim():
+        if value.device.type == "cpu" and not value.dim() and not x.is_cpu:
+            # A copy to the GPU would wait for it.
+            return checked_of_rows(logits, argument, value.item(), dtype, low, high)
+        if value.device != x.device:
             raise RuntimeError(f"{name}(): {argument} is on {value.device}, and logits on {x.device}")
         if not broadcasts(value.shape, logits.rows):
             raise ValueError(
                 f"{name}(): {argument} must be {wanted} or have one for each row, of shape {logits.rows}; "
                 f"got {tuple(value.shape)}"
             )
-        return value.detach().to(x.device, dtype).expand(logits.rows).reshape(count)
+        return value.detach().to(dtype).expand(logits.rows).reshape(count).contiguous()
     number = checked_number(name, argument, value, int if whole else float)
     if not low <= number <= high:
-        raise ValueError(f"{name}(): {argument} must be from {low:g} to {high:g}, got {value}")
+        raise ValueError(f"{name}(): {argument} must be from {low} to {high}, got {value}")
     return torch.full((count,), number, dtype=dtype, device=x.device)
 
 
@@ -105,13 +109,15 @@ def checked_count(logits: Logits, argument: str, value: Any, low: int) -> int:
 
 def checked_parameters(logits: Logits, temperature: Any, top_k: Any, top_p: Any, min_p: Any, ties: Any) -> Parameters:
     """Temperature and filters of the rows.  A number that filters nothing is no filter."""
-    of_rows = partial(checked_of_rows, logits)
+    of_rows, tokens = partial(checked_of_rows, logits), logits.x.shape[logits.dim]
+    if tokens > MOST_TOKENS:
+        raise ValueError(f"{logits.name}(): rows have {tokens} tokens, and may have {MOST_TOKENS}")
     # A float32 number makes the products with the noise exact.
     divisor = of_rows("temperature", temperature, torch.float32, 0.0, LARGEST_FLOAT32)
     k = None if top_k is None else of_rows("top_k", top_k, torch.int64, -1, _LARGEST)
-    p = None if top_p is None else of_rows("top_p", top_p, torch.float32, 0.0, math.inf)
-    least = None if min_p is None else of_rows("min_p", min_p, torch.float32, 0.0, 1.0)
-    if not isinstance(top_k, Tensor) and (top_k is None or not 0 < top_k < logits.x.shape[logits.dim]):
+    p = None if top_p is None else of_rows("top_p", top_p, torch.float64, 0.0, math.inf)
+    least = None if min_p is None else of_rows("min_p", min_p, torch.float64, 0.0, 1.0)
+    if not isinstance(top_k, Tensor) and (top_k is None or not 0 < top_k < tokens):
         k = None
     if not isinstance(top_p, Tensor) and (top_p is None or top_p >= 1):
         p = None
@@ -143,7 +149,7 @@ def checked_target(logits: Logits, target: Any) -> Tensor | None:
 
 
 def checked_drafts(target: Logits, tokens: Any, draft: Logits | None) -> Logits:
-    """The logits of the large model with the shape of the rows of drafts for `rows`, after the checks of the drafts."""
+    """The logits of the target model with the shape of the rows of drafts as `rows`, after the checks of the drafts."""
     name, caller = target.name, f"{target.name}()"
     if not target.rows:
         raise ValueError(f"{caller}: target_logits must have shape (..., n + 1, tokens), got {tuple(target.x.shape)}")

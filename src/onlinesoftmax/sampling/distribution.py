@@ -20,14 +20,15 @@ Tensor = torch.Tensor
 
 
 class Parameters(NamedTuple):
-    """Parameters of rows, (rows,) tensors: top_k int64, the others float32; None for a filter that is not given.
+    """Parameters of rows, contiguous (rows,) tensors; None for a filter that is not given.
 
     Attributes:
-        temperature: Divisor of the scores; 0 for the token with the largest score.
-        top_k: Number of tokens to keep; all where it is not positive.
-        top_p: Part of the probability to keep; all from 1 on.
-        min_p: Smallest probability to keep, as a part of the largest.
-        first: True to keep the smaller of the tokens that are equal at a threshold; False to keep them all.
+        temperature: Divisor of the scores, float32, so that its product with the noise is exact in float64; 0 for the
+            token with the largest score.
+        top_k: Number of tokens to keep, int64; all where it is not positive.
+        top_p: Probability to keep, float64; all from 1 on.
+        min_p: Smallest probability to keep, as a part of the largest, float64.
+        first: True to keep, of the tokens that are equal at a threshold, those with the lowest ids; False for all.
     """
 
     temperature: Tensor
@@ -61,8 +62,8 @@ class Distribution(NamedTuple):
         m: Largest score, (rows, 1).
         temperature: (rows, 1); 1 for a greedy row, which keeps one token.
         log_sum: Logarithm of the sum of exp(z / temperature) over the kept tokens, (rows, 1).
-        valid: False for a row without a distribution, (rows, 1): it has a NaN or nothing but -inf, or its temperature
-            is no finite number from 0.
+        valid: False for a row without a distribution, (rows, 1): it has a NaN or nothing but -inf, its temperature is
+            negative or infinite, or a parameter is NaN.
     """
 
     tokens: Tensor
@@ -79,21 +80,27 @@ def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
     temperature = given.temperature.double().unsqueeze(1)
     m = scores.amax(1, keepdim=True).double()
     valid, greedy = (m > -torch.inf) & (temperature >= 0) & (temperature < torch.inf), temperature == 0
+    for p in (given.top_p, given.min_p):
+        valid = valid if p is None else valid & ~p.isnan().unsqueeze(1)
     temperature = temperature.masked_fill(greedy, 1.0)
-    places = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)
+    columns = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)
     if given.filters:
         tokens = largest(scores, scores.shape[1])
         scores = scores.gather(1, tokens)
     else:
-        tokens = places.expand_as(scores)
+        tokens = columns.expand_as(scores)
     # The difference of two infinite scores would be NaN.
     z = torch.where(scores == m, 0.0, scores - m)
-    masses, kept = masses_of(z, temperature, scores.dtype == torch.float64), z > -torch.inf
+    wide = scores.dtype == torch.float64
+    masses, kept = masses_of(z, temperature, wide), z > -torch.inf
     if given.filters:
-        kept = places < _number_kept(z, masses, kept.sum(1, keepdim=True), given)
+        kept = columns < _number_kept(scores, masses, kept.sum(1, keepdim=True), given)
+    if given.min_p is not None:
+        kept = kept & (z >= temperature * given.min_p.clamp(max=1.0).log().unsqueeze(1))
     # torch.argmax gives the first of equal scores.
-    kept = torch.where(greedy, places == z.argmax(1, keepdim=True), kept)
-    return Distribution(tokens, z, kept, m, temperature, log_sum_of(masses.where(kept, 0)), valid)
+    kept = torch.where(greedy, columns == z.argmax(1, keepdim=True), kept)
+    log_sum = log_sum_of(z / temperature, kept) if wide else log_of(masses.where(kept, 0))
+    return Distribution(tokens, z, kept, m, temperature, log_sum, valid)
 
 
 def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
@@ -109,7 +116,7 @@ def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
     else:
         rate = (math.log2(math.e) / temperature).clamp(max=LARGEST_FLOAT32).float()
         # With an exponent of -64, the mass is 0.
-        y = (z.float() * rate).clamp(min=-64.0)
+        y = (z.clamp(min=-LARGEST_FLOAT32).float() * rate).clamp(min=-64.0)
         n = y.round()
         f, power = y - n, torch.full_like(y, POWER_OF_TWO[-1])
         for coefficient in POWER_OF_TWO[-2::-1]:
@@ -119,16 +126,21 @@ def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
     return masses.round().nan_to_num(0.0).long()
 
 
-def log_sum_of(masses: Tensor) -> Tensor:
+def log_of(masses: Tensor) -> Tensor:
     """Logarithm of the sum of the masses of each row, (rows, 1) float64."""
     return masses.sum(1, keepdim=True).double().log() - MASS_BITS * math.log(2.0)
 
 
-def _number_kept(z: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -> Tensor:
-    """How many of the tokens, which are in the order of their scores, each row keeps, (rows, 1).
+def log_sum_of(z: Tensor, kept: Tensor) -> Tensor:
+    """Logarithm of the sum of exp(z) over the kept tokens of each row, with the accuracy of float64."""
+    return z.masked_fill(~kept, -torch.inf).logsumexp(1, keepdim=True)
+
+
+def _number_kept(scores: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -> Tensor:
+    """How many of the tokens, which are in the order of their scores, top_k and top_p keep of each row, (rows, 1).
 
     Args:
-        z: Scores less the largest.
+        scores: Scores.
         masses: As `masses_of` returns them.
         finite: How many scores are above -inf, (rows, 1).
         given: The parameters.
@@ -136,23 +148,18 @@ def _number_kept(z: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -
     number = finite
     if given.top_k is not None:
         k = given.top_k.unsqueeze(1)
-        number = _with_ties(z, torch.where(k > 0, torch.minimum(k, finite), finite), given.first)
+        number = _with_ties(scores, torch.where(k > 0, torch.minimum(k, finite), finite), given.first)
     if given.top_p is not None:
-        p, sums = given.top_p.double().unsqueeze(1), masses.cumsum(1)
+        p, sums = given.top_p.unsqueeze(1), masses.cumsum(1)
         total = sums.gather(1, (number - 1).clamp(min=0))
         wanted = torch.minimum((p * total).ceil().long(), total)
         smallest = torch.minimum((sums < wanted).sum(1, keepdim=True) + 1, number)
-        number = torch.where(p < 1, _with_ties(z, smallest, given.first), number)
-    if given.min_p is not None:
-        p = given.min_p.double().unsqueeze(1)
-        # The largest score is kept whatever the parameter.
-        p = p.where(p <= 1, 1.0)
-        number = torch.minimum(number, (masses >= (p * 2.0**MASS_BITS).ceil()).sum(1, keepdim=True))
+        number = torch.where(p < 1, _with_ties(scores, smallest, given.first), number)
     return number
 
 
-def _with_ties(z: Tensor, number: Tensor, first: bool) -> Tensor:
+def _with_ties(scores: Tensor, number: Tensor, first: bool) -> Tensor:
     """The number of tokens, with those that equal the last one unless only the first are to be kept."""
     if first:
         return number
-    return (z >= z.gather(1, (number - 1).clamp(min=0))).sum(1, keepdim=True)
+    return (scores >= scores.gather(1, (number - 1).clamp(min=0))).sum(1, keepdim=True)

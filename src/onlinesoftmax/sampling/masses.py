@@ -1,11 +1,13 @@
-"""What masses are made of: numbers that PyTorch's operations and the kernel share.
+"""Constants of the fixed-point masses, which PyTorch's operations and the kernel share.
 
-A mass is exp((z - m) / temperature) as a whole number: the distance of a score z from the largest score m of its row.
+A mass is exp((z - m) / temperature), rounded to a multiple of 2^-40: the distance of a score z from the largest, m.
 """
 
 MASS_BITS = 40
-"""Bits behind the point of a mass, exp((z - m) / temperature).  Sums of whole numbers do not depend on their order, and
-so the set that top_p keeps does not.  The masses of 2^22 tokens fit into int64."""
+"""Fraction bits of a mass.  Sums of integers do not depend on their order, and so the set that top_p keeps does not."""
+
+MOST_TOKENS = (1 << 63 - MASS_BITS) - 1
+"""Tokens whose masses fit into an int64 together."""
 
 POWER_OF_TWO = (
     1.0, 0.6931471824645996, 0.24022646248340607, 0.05550328642129898, 0.009618489071726799, 0.0013399930903688073,

@@ -1,4 +1,4 @@
-"""Gumbel noise of a token from (seed, offset, token id), by a counter-based generator: never from the place of a row.
+"""Gumbel noise of a token from (seed, offset, token id), by a counter-based generator, and not from the row's index.
 
 So the same row gets the same token in every batch and on every device, and a token keeps its noise when others are
 filtered out.  The generator is Philox4x32-10 (Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", 2011):
@@ -22,7 +22,7 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
 SAMPLE, CORRECT, ACCEPT = range(3)
-"""The streams: to sample a token, to sample another one in the place of a draft, and to accept a draft."""
+"""The streams: to sample a token, to sample another one instead of a draft, and to accept a draft."""
 
 _GRID = 2.0**24
 
@@ -43,7 +43,8 @@ def gumbel(seed: Tensor, offset: Tensor, tokens: int, stream: int = SAMPLE) -> T
 
     Each is -log(-log(u)) for a uniform u, rounded to a multiple of 2^-24, from -3.1 to 22.9.  The product of such a
     number and a float32 temperature is exact in float64.  So a device that rounds it and one that fuses it with an
-    addition choose the same token, and so do two libraries whose logarithms differ in their last bits.
+    addition choose the same token.  Two libraries whose logarithms differ in the last bit do so too, but for a few of
+    the 2^32 possible u.
 
     Args:
         seed, offset: (rows,) int64.

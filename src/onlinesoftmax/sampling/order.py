@@ -1,4 +1,4 @@
-"""The largest scores of rows, ties by the smaller column: exact, and the same on every device."""
+"""The largest scores of rows, ties by the lower column: exact, and the same on every device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _LOW = 0xFFFFFFFF
 
 
 def largest(z: Tensor, k: int) -> Tensor:
-    """Columns of the k largest scores of each row, (rows, k) int64: by falling size, ties by the smaller column.
+    """Columns of the k largest scores of each row, (rows, k) int64: by falling size, ties by the lower column.
 
     NaN counts as the largest score.
 
@@ -34,7 +34,7 @@ def _ordered(z: Tensor) -> Tensor:
 
 
 def rank_of(z: Tensor, target: Tensor) -> Tensor:
-    """The place of a column of each row in the order of `largest`, from 1; 0 where the target is no column.
+    """The rank of a column of each row in the order of `largest`, from 1; 0 where the target is no column.
 
     Args:
         z: Scores (rows, columns).

@@ -16,7 +16,8 @@ class Sampled(NamedTuple):
         logprob: Logarithm of its probability, float32 (float64 for float64 logits); NaN where the row is not valid.
         lse: Logsumexp of the scores that `logprob` refers to; NaN where the row is not valid.
         kept: Number of tokens that could be sampled, int64; 0 where the row is not valid.
-        valid: False for a row that holds NaN or nothing but -inf, or whose temperature is negative, infinite or NaN.
+        valid: False for a row that holds NaN or nothing but -inf, whose temperature is negative or
+            infinite, or one of whose parameters is NaN.
         top_tokens, top_logprobs: The tokens with the largest scores and the logarithms of their probabilities, by
             falling score; None unless they were asked for.
     """
@@ -35,10 +36,10 @@ class TopLogprobs(NamedTuple):
 
     Attributes:
         values: Scores, float32 (float64 for float64 logits), by falling size; NaN first; differentiable.
-        indices: Their tokens, int64; of equal scores, the smaller token first.
+        indices: Their tokens, int64; of equal scores, the lower id first.
         logprobs: Logarithms of their probabilities; differentiable.
         target_logprob: Logarithm of the probability of the target, differentiable; None without a target.
-        target_rank: Place of the target in the order of all scores, from 1, int64; 0 where it is no token; None
+        target_rank: Rank of the target in the order of all scores, from 1, int64; 0 where it is no token; None
             without a target.
         lse: Logsumexp of the scores; differentiable.
     """

@@ -13,7 +13,7 @@ from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from .arguments import Logits
-from .distribution import Distribution, Parameters, distribution_of, log_sum_of, masses_of
+from .distribution import Distribution, Parameters, distribution_of, log_of, log_sum_of, masses_of
 from .noise import gumbel
 from .order import largest, rank_of
 from .results import Sampled, TopLogprobs, Verified
@@ -78,18 +78,18 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     if parameters.filters:
         noise = noise.gather(1, found.tokens)
     keys = (found.z + found.temperature * noise).masked_fill(~found.kept, -torch.inf)
-    # Equal keys go to the smaller token, which need not come first in the order of scores.
-    place = found.tokens.where(keys == keys.amax(1, keepdim=True), _LARGEST).argmin(1, keepdim=True)
+    # Equal keys go to the lower token id, which need not come first in the order of scores.
+    column = found.tokens.where(keys == keys.amax(1, keepdim=True), _LARGEST).argmin(1, keepdim=True)
     kept = found.kept.sum(1, keepdim=True)
     if raw:
         found = _without_filters(found, scores.dtype == torch.float64)
     # With a filter, the tokens are in the order of their scores already.
-    first = torch.arange(top, device=scores.device).expand(len(scores), top)
-    places = torch.cat([place, first if parameters.filters else largest(scores, top)], 1)
-    tokens = found.tokens.gather(1, places)
+    best = torch.arange(top, device=scores.device).expand(len(scores), top)
+    columns = torch.cat([column, best if parameters.filters else largest(scores, top)], 1)
+    tokens = found.tokens.gather(1, columns)
     tokens, kept = (t.masked_fill(~found.valid, 0) for t in (tokens, kept))
     lse = found.m / found.temperature + found.log_sum
-    logprobs, lse = (t.masked_fill(~found.valid, torch.nan).to(scores.dtype) for t in (_logprobs(found, places), lse))
+    logprobs, lse = (t.masked_fill(~found.valid, torch.nan).to(scores.dtype) for t in (_logprobs(found, columns), lse))
     rows = (t.squeeze(1) for t in (tokens[:, :1], logprobs[:, :1], lse, kept, found.valid))
     return Sampled(*rows, *(t[:, 1:] if top else None for t in (tokens, logprobs)))
 
@@ -127,19 +127,19 @@ def verify(
     """What is left of drafted tokens.
 
     Args:
-        target: Logits (..., n + 1, tokens) of the large model.
+        target: Logits (..., n + 1, tokens) of the target model.
         drafts: Drafted tokens (..., n).
         draft: Logits (..., n, tokens) that they were sampled from, or None.
         parameters: Temperature and filters of each row of drafts.
-        seed, offset: What the noise of the first place of each row is made of.
+        seed, offset: What the noise of the first position of each row is made of.
     """
     *rows, n = drafts.shape
-    scores, places = _scores(target), torch.arange(n + 1, device=drafts.device)
+    scores, positions = _scores(target), torch.arange(n + 1, device=drafts.device)
     of_target = distribution_of(scores, parameters.map(lambda t: t.repeat_interleave(n + 1)))
     of_draft = None
     if draft is not None:
         of_draft = distribution_of(_scores(draft), parameters.map(lambda t: t.repeat_interleave(n)))
-    seeds = seed.repeat_interleave(n + 1), (offset.unsqueeze(1) + places).flatten()
+    seeds = seed.repeat_interleave(n + 1), (offset.unsqueeze(1) + positions).flatten()
     left = verified(of_target, drafts.reshape(len(seed), n).long(), of_draft, *seeds, scores.dtype)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
 
@@ -157,12 +157,12 @@ def _rows(x: Tensor, dim: int) -> Tensor:
 
 def _without_filters(found: Distribution, wide: bool) -> Distribution:
     """The distribution of all tokens at the temperature 1; `wide` as for `masses_of`."""
-    one = torch.ones_like(found.temperature)
-    masses = masses_of(found.z, one, wide)
-    return found._replace(temperature=one, kept=torch.ones_like(found.kept), log_sum=log_sum_of(masses))
+    one, kept = torch.ones_like(found.temperature), torch.ones_like(found.kept)
+    log_sum = log_sum_of(found.z, kept) if wide else log_of(masses_of(found.z, one, False))
+    return found._replace(temperature=one, kept=kept, log_sum=log_sum)
 
 
-def _logprobs(found: Distribution, places: Tensor) -> Tensor:
-    """Logarithms of the probabilities of the tokens at some places of each row; -inf for a token that is not kept."""
-    logprobs = found.z.gather(1, places) / found.temperature - found.log_sum
-    return logprobs.masked_fill(~found.kept.gather(1, places), -torch.inf)
+def _logprobs(found: Distribution, columns: Tensor) -> Tensor:
+    """Logarithms of the probabilities of the tokens in some columns of each row; -inf for a token that is not kept."""
+    logprobs = found.z.gather(1, columns) / found.temperature - found.log_sum
+    return logprobs.masked_fill(~found.kept.gather(1, columns), -torch.inf)

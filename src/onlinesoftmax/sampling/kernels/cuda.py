@@ -8,9 +8,10 @@ import torch
 
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
+from ...torch.device import from_torch
 from ..distribution import Parameters
 from ..results import Sampled
-from .source import LIST, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
+from .source import MOST_TOP, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
 
 Tensor = torch.Tensor
 
@@ -24,10 +25,9 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     """
     rows, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
-    if dtype not in ("float32", "float16", "bfloat16") or scores.stride(1) != 1 or not rows or top > LIST:
+    if dtype not in ("float32", "float16", "bfloat16") or scores.stride(1) != 1 or not rows or top > MOST_TOP:
         return None
-    processors, clusters = _device(index)
-    cluster = cluster_of(rows, cols, scores.element_size(), processors, clusters)
+    cluster = cluster_of(rows, cols, scores.element_size(), from_torch("cuda", index))
     if cluster is None:
         return None
     aligned = not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
@@ -55,13 +55,6 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     pool.give_back(call)
     tops = (out["top_tokens"], out["top_logprobs"]) if top else (None, None)
     return Sampled(out["token"], out["logprob"], out["lse"], out["kept"], out["valid"], *tops)
-
-
-@cache
-def _device(index: int) -> tuple[int, bool]:
-    """(multiprocessors, whether there are clusters) of a device."""
-    properties = torch.cuda.get_device_properties(index)
-    return properties.multi_processor_count, properties.major >= 9
 
 
 @cache

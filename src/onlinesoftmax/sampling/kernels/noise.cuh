@@ -24,7 +24,7 @@ __device__ inline uint64 ordered(double x) {
     return int64(bits) < 0 ? ~bits : bits | uint64(1) << 63;
 }
 
-// The token with the largest key so far; of equal keys, the smaller token.
+// The token with the largest key so far; of equal keys, the lower token id.
 struct Best {
     double key;
     uint64 token;
@@ -36,11 +36,14 @@ struct Best {
     }
 };
 
-// The noise that a score z needs to reach a key, less what rounding may have taken from it; no noise reaches MOST_NOISE.
-constexpr float MOST_NOISE = 23;
+// The noise that a score z, less the largest, needs to reach a key, less what rounding may have taken from it.  No noise
+// reaches NOISE_BOUND.
+constexpr float NOISE_BOUND = 23;
 __device__ inline float missing_noise(float key, float z, float temperature) {
-    const float missing = (key - z) / temperature, error = 1e-3f + 1e-6f * (fabs(key) + fabs(z)) / temperature;
-    return missing == missing ? missing - error : -float(INF);
+    if (key == -INF) return -INF;
+    const float bound = fmin(key, LARGEST_FLOAT32);
+    const float missing = (bound - z) / temperature - (1e-3f + 1e-6f * (fabs(bound) + fabs(z)) / temperature);
+    return missing == missing ? missing : -INF;
 }
 
 __device__ inline float largest_of_lanes(float x) {

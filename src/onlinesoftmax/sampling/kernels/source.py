@@ -6,6 +6,7 @@ import math
 from functools import cache
 from typing import NamedTuple
 
+from ...core.device import Device
 from ...core.options import LARGEST_FLOAT32
 from ...core.task import ITEMSIZE
 from ...kernels import cuda
@@ -21,14 +22,17 @@ FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)
 
 THREADS = 512
 
-LIST = 512
+MOST_TOP = 512
 """Most of the largest log-probabilities that a call returns."""
 
 MOST_BLOCKS = 8
 """Most blocks of a cluster."""
 
 SHARED_BYTES = 160_000
-"""Bytes of a slice, beside those that the kernel declares: of the 227 KB of a multiprocessor of sm_90."""
+"""Most bytes of a slice.  With what the kernel declares, a block of sm_90 could use 227 KB."""
+
+DECLARED_BYTES = 32_768
+"""More than the bytes of shared memory that the kernel declares beside its slice."""
 
 POINTERS = (
     "x", "temperature", "top_k", "top_p", "min_p", "seed", "offset", "token", "logprob", "lse", "kept", "valid",
@@ -60,18 +64,19 @@ def slice_of(cols: int, cluster: int) -> int:
     return -(-cols // (8 * cluster)) * 8
 
 
-def cluster_of(rows: int, cols: int, itemsize: int, processors: int, clusters: bool) -> int | None:
+def cluster_of(rows: int, cols: int, itemsize: int, device: Device) -> int | None:
     """Blocks of a row, so that they hold it and few rows use all multiprocessors; None if no cluster holds it.
 
     Args:
         rows, cols: Of the logits.
         itemsize: Bytes of a logit.
-        processors: Multiprocessors of the device.
-        clusters: True where the device has clusters.
+        device: Where the kernel is to run.
     """
+    most = min(SHARED_BYTES, device.shared_memory - DECLARED_BYTES)
+    clusters = device.compute_capability >= (9, 0)
     for cluster in (1, 2, 4, MOST_BLOCKS) if clusters else (1,):
-        fits = slice_of(cols, cluster) * itemsize <= SHARED_BYTES
-        if fits and (not clusters or cluster == MOST_BLOCKS or rows * cluster >= processors):
+        fits = slice_of(cols, cluster) * itemsize <= most and rows * cluster < 1 << 31
+        if fits and (not clusters or cluster == MOST_BLOCKS or rows * cluster >= device.multiprocessors):
             return cluster
     return None
 
@@ -85,7 +90,7 @@ def source(shape: Shape) -> str:
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers = {
-        "THREADS": THREADS, "CLUSTER": shape.cluster, "VECTOR": 16 // ITEMSIZE[shape.dtype], "LIST": LIST,
+        "THREADS": THREADS, "CLUSTER": shape.cluster, "VECTOR": 16 // ITEMSIZE[shape.dtype], "MOST_TOP": MOST_TOP,
         "MASS_BITS": MASS_BITS, "FILTERS": shape.filters, "ALIGNED": shape.aligned,
     }  # fmt: skip
     floats = {f"POWER_{i}": float(c) for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
