@@ -188,3 +188,9 @@ def test_a_call_passes_through_few_rooms(gradient: bool) -> None:
     first, again = rooms_of(call), rooms_of(call)
     assert first - {"core"} <= {"__init__", "api", "torch", "planner", "kernels"}
     assert again - {"core"} <= {"__init__", "api", "torch", "kernels"}
+
+
+def test_files_of_tests_have_different_names() -> None:
+    """Pytest imports a file without its folder, so that of two files with one name it finds only the first."""
+    files = [path.name for path in TESTS if path.name not in ("conftest.py", "__init__.py")]
+    assert sorted(files) == sorted({*files})
