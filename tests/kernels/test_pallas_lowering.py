@@ -133,6 +133,9 @@ def test_a_scalar_loss_and_its_gradient_are_one_call_of_a_kernel(strategy: str, 
     program = lowered(jax.value_and_grad(call), x, target)
     # `split` has two launches for each call: one for the states, and one that merges them and writes.
     launches = 2 if strategy == "split" else 1
+    if dtype == "float16":
+        # The gradient waits for the factor of a gradient scaler, and reads the logits again.
+        launches *= 2
     assert len(re.findall("custom_call @(?:mosaic_gpu|.*triton)", program)) == launches
 
 

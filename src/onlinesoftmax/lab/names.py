@@ -20,7 +20,7 @@ def check_names(what: str, names: Iterable[str], table: Iterable[str]) -> None:
 
 
 def parse_shape(text: str) -> Shape:
-    """The shape that a text describes: sizes with x, X, ×, * or a comma between them, which may be powers: 2^20.
+    """The shape that a text describes: sizes with x, X, × or * between them; a size may be a power, as in 2^20.
 
     Raises:
         ValueError: the text describes no shape; the message quotes it.
@@ -30,7 +30,7 @@ def parse_shape(text: str) -> Shape:
         ((4096, 50257), (1, 1048576))
     """
     sizes = []
-    for part in re.split(r"[xX×*,]", text.strip()):
+    for part in re.split(r"[xX×*]", text.strip()):
         match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part)
         if not match:
             raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
