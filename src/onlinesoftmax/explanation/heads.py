@@ -101,7 +101,7 @@ class HeadExplanation:
             ("plan", f"{self.plan.name}: {self.plan.reason}"),
             ("chunks", _chunks(self.plan)),
             ("products", _products(self.problem, self.plan)),
-            ("buffers", f"{size(self.plan.bytes)} beside results and gradients"),
+            ("buffers", _buffers(self.problem, self.plan)),
             *(("kernel", _kernel(kernel)) for kernel in self.kernels),
             ("forecast", str(self.forecast or f"none: the rate of products on {self.device.name} is not known")),
             *(("figures", text) for text in filter(None, [sources(self.problem, self.device)])),
@@ -265,6 +265,13 @@ def checked_memory(memory: Any) -> int | None:
 def _chunks(plan: LinearPlan) -> str:
     what = "columns" if plan.name == "columns" else "tokens"
     return f"1 chunk of {plan.chunk} {what}" if plan.chunks == 1 else f"{plan.chunks} chunks of {plan.chunk} {what}"
+
+
+def _buffers(problem: LinearProblem, plan: LinearPlan) -> str:
+    text = f"{size(plan.bytes)} beside results and gradients"
+    if plan.name != "tokens" or not problem.weight_sum_bytes:
+        return text
+    return f"{text}; the gradient of the weight, {size(problem.result_bytes)}, comes when the last chunk is gone"
 
 
 def _products(problem: LinearProblem, plan: LinearPlan) -> str:
