@@ -63,7 +63,9 @@ def _scaled_in_place(divides: bool, function: Any) -> Callable[[Logits, Step], L
     def scaled(x: Logits, step: Step) -> Logits | None:
         factor, numbers = _factor(x, step, divides), x.numbers
         whole = all(path.function in WHOLE for path in x.path)
-        if factor is None or not whole:
+        # A factor that autograd does not record changes the numbers, but not the gradient.
+        recorded = x.head.node is None or (x.requires_grad and torch.is_grad_enabled())
+        if factor is None or not whole or not recorded:
             return None
         numbers.scale, numbers.softcap = numbers.with_factor(factor)
         numbers.recipe = (*numbers.recipe, step._replace(function=function))

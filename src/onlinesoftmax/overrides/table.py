@@ -224,6 +224,8 @@ def why_computed(
             return f"it has a {type(t).__name__} of layout {t.layout} and dtype {t.dtype} on {t.device.type}"
     if any(t.dtype != x.dtype or t.device != x.device for t in tensors) and not autocasts(x):
         return "its tensors have several dtypes or devices"
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return f"its bias has the shape {tuple(bias.shape)}"
     if is_transformed() or torch._C._get_tracing_state() is not None:
         return "torch.func, forward mode or TorchScript transforms it"
     hook = checkpoint_hook()
