@@ -118,7 +118,8 @@ def autocast_dtype(t: Tensor) -> torch.dtype:
 
 def check_gradients(*dys: Tensor | None) -> None:
     """Refuse, in a backward pass, to differentiate the gradient, and to compute gradients for a batch of `dys`."""
-    check_first_derivative("the gradient of a head without logits")
+    if any(dy is not None for dy in dys):
+        check_first_derivative("the gradient of a head without logits")
     if any(map(is_batched, dys)):
         raise RuntimeError("the gradient of a head without logits takes no batch (is_grads_batched, torch.func.vmap)")
 

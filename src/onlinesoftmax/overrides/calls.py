@@ -16,8 +16,8 @@ from ..torch import run as torch_run
 from ..torch.loss_arguments import Loss
 from ..torch.loss_run import without_ignored
 from .consumers import is_classes, losses, statistics
-from .heads import Logits
-from .logits import UncomputedLogits, deferred, plain
+from .heads import Logits, linked, plain
+from .logits import UncomputedLogits, deferred
 
 __all__ = ["deferred"]
 
@@ -53,9 +53,11 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
         scores = _scores(x, loss.options, loss.settings.choice)
         if scores is not None:
             y = losses(x, target, weight, numbers, scores, return_stats, loss.settings.dtype)
-    if y is None:
-        y = torch_run.run_loss(plain(x, "cross_entropy"), target, weight, fields, return_stats)
-    return y
+
+    def repeat(z: torch.Tensor) -> Any:
+        return torch_run.run_loss(z, target, weight, fields, return_stats)
+
+    return repeat(plain(x, "cross_entropy")) if y is None else linked(y, x, "cross_entropy", repeat)
 
 
 def run_tokens(
@@ -67,11 +69,16 @@ def run_tokens(
         scores = _scores(x, options, Choice(*choice))
         if scores is not None and is_classes(x, dim):
             found = statistics(x, index, scores)
+
+    def repeat(z: torch.Tensor) -> TokenLogprobs:
+        return torch_run.run_tokens(z, index, dim, options, entropy, choice, ignore_index)
+
     if found is None:
-        logits = plain(x, "token_logprobs")
-        return torch_run.run_tokens(logits, index, dim, options, entropy, choice, ignore_index)
+        return repeat(plain(x, "token_logprobs"))
     found = found if entropy else found._replace(entropy=None)
-    return found if ignore_index is None else without_ignored(found, index, ignore_index)
+    found = found if ignore_index is None else without_ignored(found, index, ignore_index)
+    joined: TokenLogprobs = linked(found, x, "token_logprobs", repeat)
+    return joined
 
 
 check_targets, check_tokens = torch_run.check_targets, torch_run.check_tokens

@@ -12,7 +12,7 @@ from ..linear import linear_cross_entropy, linear_token_logprobs
 from ..ops.cross_entropy.arguments import class_dim
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.loss_run import result_dtype
-from .heads import Known, Logits, checkpoint_hook
+from .heads import Known, Logits, checkpoint_hook, linked
 from .table import LOSS, Arguments, bind
 
 Tensor = torch.Tensor
@@ -219,4 +219,4 @@ def take(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return NotImplemented
     with torch._C.DisableTorchFunction():
         y = taker.take(x, arguments)
-    return NotImplemented if y is None else y
+        return NotImplemented if y is None else linked(y, x, func.__name__, lambda z: func(z, **arguments))

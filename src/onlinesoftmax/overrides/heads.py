@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..core.call import TokenLogprobs
 from .report import Counts
@@ -93,9 +94,10 @@ class Head:
         self._product: Tensor | None = None
         self._versions = self._current_versions()
 
-    def _current_versions(self) -> tuple[int, ...]:
+    def _current_versions(self) -> tuple[tuple[int, int], ...]:
+        """Address and version of each tensor: memory that has been freed has another address."""
         tensors = (t for t in (self.input, self.weight, self.bias) if t is not None)
-        return tuple([0 if t.is_inference() else t._version for t in tensors])
+        return tuple([(t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors])
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Input, weight and bias in the dtype of the product.
@@ -103,7 +105,7 @@ class Head:
         Raises:
             RuntimeError: one of them has changed since the call, or its memory has been freed.
         """
-        if self._versions != self._current_versions() or not self.weight.untyped_storage().nbytes():
+        if self._versions != self._current_versions():
             raise RuntimeError(
                 "override(linear=True): the logits of this call of linear are not computed yet, and its input or its "
                 "weight has changed or been freed since; use the logits before that"
@@ -207,7 +209,9 @@ class Logits(torch.Tensor):
         here = [i for i, size in enumerate(zip(like.shape, like.stride(), strict=True)) if size == classes]
         if not here:
             return None
-        y: Logits = type(self)(like, self.device, self.numbers, int(self.storage_offset() + like.storage_offset()))
+        # In inference mode, a view of an ordinary tensor is an ordinary tensor.
+        with torch._C._InferenceMode(self.is_inference()):
+            y: Logits = type(self)(like, self.device, self.numbers, int(self.storage_offset() + like.storage_offset()))
         step = step._replace(classes=(self.classes_dim, here[-1]))
         y.head, y.path, y.rows, y.classes_dim = self.head, (*self.path, step), (*self.rows, step), here[-1]
         return y
@@ -221,3 +225,71 @@ class Logits(torch.Tensor):
         y: Logits = type(self)(like, self.device, numbers)
         y.head, y.rows, y.classes_dim = self.head, self.rows, self.classes_dim
         return y
+
+
+class Computed(torch.autograd.Function):
+    """The logits as a tensor of PyTorch's own type."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Logits, name: str) -> Any:
+        y = x.computed(name).detach()
+        x.head.forget()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy, None
+
+
+def plain(x: Logits, name: str) -> Tensor:
+    """The logits as a tensor of PyTorch's own type, for the function of this name; gradients go through it."""
+    with torch._C.DisableTorchFunction():
+        y: Tensor = Computed.apply(x, name)
+        return y
+
+
+class Linked(torch.autograd.Function):
+    """Results of the linear functions, which the graph joins to the logits as well as to the tensors of the head.
+
+    Gradients go to the tensors of the head.  They go through the logits where somebody asks for the gradient of the
+    logits, or for second derivatives, which the linear functions do not have.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Logits, name: str, repeat: Callable[[Tensor], Any], *found: Tensor | None) -> Any:
+        ctx.x, ctx.name, ctx.repeat = x, name, repeat
+        # PyTorch forbids to change a view that a Function returns in place.
+        copies = [None if y is None else y.clone() for y in found]
+        pairs = zip(copies, found, strict=True)
+        ctx.mark_non_differentiable(*[c for c, y in pairs if c is not None and y is not None and not y.requires_grad])
+        return tuple(copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, repeat, differentiable = ctx.x, ctx.repeat, torch.is_grad_enabled()
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            # As PyTorch frees saved tensors.
+            ctx.x = ctx.repeat = None
+        if x is None or not (x.head.watched or differentiable):
+            return None, None, None, *gradients
+        with torch.enable_grad():
+            logits = plain(x, ctx.name)
+            pairs = zip(tree_leaves(repeat(logits)), gradients, strict=True)
+            found, dy = zip(*[pair for pair in pairs if pair[0] is not None and pair[0].requires_grad], strict=True)
+            (dx,) = torch.autograd.grad(found, logits, dy, create_graph=differentiable)
+        return dx, None, None, *[None for _ in gradients]
+
+
+def linked(found: Any, x: Logits, name: str, repeat: Callable[[Tensor], Any]) -> Any:
+    """Results of the linear functions, with a place after the logits in the graph of autograd.
+
+    Args:
+        found: Tensors and None, in a tuple or alone.
+        x: The logits.
+        name: The function of which these are the results.
+        repeat: The same function of logits that exist.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return found
+    leaves, structure = tree_flatten(found)
+    return tree_unflatten(Linked.apply(x, name, repeat, *leaves), structure)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .consumers import take
-from .heads import Head, Logits, Numbers, Step
+from .heads import Head, Logits, Numbers, Step, plain
 from .report import Counts
 from .steps import KINDS
 
@@ -31,9 +31,9 @@ NEED_MEMORY = frozenset({
 """Functions that read the memory of a tensor without an operation."""
 
 WATCH_GRADIENTS = frozenset({
-    Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook,
+    Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook, torch.autograd.grad,
 })  # fmt: skip
-"""Functions that ask for the gradient of a tensor."""
+"""Functions that ask for the gradient of a tensor, before or after its loss."""
 
 
 class UncomputedLogits(Logits):
@@ -49,8 +49,14 @@ class UncomputedLogits(Logits):
         if func in NEED_MEMORY:
             args, kwargs = with_plain(args, kwargs, func.__name__)
             return func(*args, **kwargs)
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]  # for the stubs, data is a tensor
+            raise RuntimeError(
+                "override(linear=True): the data of logits cannot be set; use copy_, or make a new tensor"
+            )
         if func in WATCH_GRADIENTS:
-            args[0].head.watched = True
+            for t in tree_leaves((args, kwargs)):
+                if isinstance(t, Logits):
+                    t.head.watched = True
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -100,27 +106,6 @@ def deferred(input: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts,
             return y.view(*input.shape[:-1], -1)
         y.head = Head((rows, weight, bias), y, counts, strict)
         return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
-
-
-class Computed(torch.autograd.Function):
-    """The logits as a tensor of PyTorch's own type."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Logits, name: str) -> Any:
-        y = x.computed(name).detach()
-        x.head.forget()
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy, None
-
-
-def plain(x: Logits, name: str) -> Tensor:
-    """The logits as a tensor of PyTorch's own type, for the function of this name; gradients go through it."""
-    with torch._C.DisableTorchFunction():
-        y: Tensor = Computed.apply(x, name)
-        return y
 
 
 def with_plain(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
