@@ -216,6 +216,8 @@ def mistakes(first: int, end: int) -> None:
         sharded.linear_cross_entropy(x, local, target, scale=1.0 + rank)
     with pytest.raises(ValueError, match=r"linear_token_logprobs\(\): the processes make different calls"):
         sharded.linear_token_logprobs(x[:, rank:], local, target[:, rank:])
+    with pytest.raises(ValueError, match=r"linear_cross_entropy\(\): the processes make different calls"):
+        sharded.linear_cross_entropy(x, local, target, linear_bias=w[first : end + (rank == 0), 0])
     with pytest.raises(ValueError, match="linear_weight has no classes on any process"):
         sharded.linear_cross_entropy(x, w[:0], target)
     with pytest.raises(RuntimeError, match="target must have an integer dtype"):
