@@ -134,15 +134,17 @@ def test_a_token_that_is_ignored_may_hold_nan(plan: str) -> None:
             y = ours_of(a, memory=IN_FLOAT32[plan], softcap=4.0, **more)
             return jnp.where(jnp.isfinite(y), y, 0) if y.ndim else y
 
-        none = ours_of(a, memory=IN_FLOAT32[plan], reduction="none")
-        return none, with_gradients(partial(one, reduction="none", z_loss=0.1), a), with_gradients(one, a)
+        none, known = ours_of(a, memory=IN_FLOAT32[plan], reduction="none"), lambda y, *_: -jnp.where(y == y, y, 0)
+        own = partial(ours_of, function=lambda *some, **more: osj.linear_token_loss(*some, known, **more))
+        of_each = partial(one, reduction="none", z_loss=0.1)
+        return none, *(with_gradients(f, a) for f in (of_each, one, own))
 
     ours, theirs = (jax.jit(every)(some) for some in (dirty, clean))
     assert_same(ours, theirs, rtol=1e-6, atol=1e-6)
-    none, (_, of_none), (mean, of_mean) = ours
+    none, (_, of_none), (mean, of_mean), (_, of_own) = ours
     assert np.isnan(none).sum() == 1
     assert np.isnan(mean)
-    for found in (of_none, of_mean):
+    for found in (of_none, of_mean, of_own):
         assert not any(np.isnan(t).any() for t in found.values())
         assert (np.asarray(found["x"])[[0, 1], [0, 2]] == 0).all()
 
@@ -176,14 +178,14 @@ def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_statistics() -> None:
-    a = head("float32")
-    y, found = ours_of(a, return_stats=True, z_loss=0.1, scale=-2.0, memory=IN_FLOAT32["tokens"])
+    a, options = head("float32"), {"z_loss": 0.1, "memory": IN_FLOAT32["tokens"]}
+    y, found = ours_of(a, return_stats=True, scale=jnp.full(TOKENS, -2.0), **options)
     z, counts = scores(a, -2.0), a["target"] != -100
     p = jax.nn.softmax(z)
     entropy = -jnp.sum(jnp.where(p == 0, 0, p * jnp.log(p)), -1)
     lse, largest = jax.nn.logsumexp(z, -1), jnp.argmax(z, -1)
     want = lse, 0.1 * lse**2 * counts, entropy, largest, (largest == a["target"]) & counts
-    assert_same((y, *found), (ours_of(a, z_loss=0.1, scale=-2.0), *want), rtol=1e-5, atol=1e-5)
+    assert_same((y, *found), (ours_of(a, scale=-2.0, **options), *want), rtol=1e-5, atol=1e-5)
 
 
 def in_float64(a: dict[str, Any]) -> Any:

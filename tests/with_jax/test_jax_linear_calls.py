@@ -45,6 +45,8 @@ def test_transformations() -> None:
     of_weights = jax.vmap(both, (None, 0, None))(x, jnp.stack([w, 2 * w]), target)
     assert_same(of_weights, jax.tree.map(lambda *t: jnp.stack(t), both(x, w, target), both(x, 2 * w, target)))
     logprobs = partial(osj.linear_token_logprobs, memory=IN_FLOAT32["columns"])
+    with jax.checking_leaks():
+        jax.jit(logprobs).lower(x, w, target)
     found = jax.vmap(logprobs, (0, None, 0))(x, w, jnp.maximum(target, 0))
     assert_same(found, osj.linear_token_logprobs(x, w, jnp.maximum(target, 0)), rtol=1e-5, atol=1e-6)
     kept = jax.make_jaxpr(jax.grad(jax.checkpoint(lambda x: jnp.sin(f(x, w, target)))))(x)
@@ -104,6 +106,13 @@ def test_mistakes(error: type[Exception], message: str, change: dict[str, Any]) 
     given["target"] = jnp.zeros((3, 5), int)
     with pytest.raises(error, match=message):
         osj.linear_cross_entropy(**{**given, **change})
+
+
+def test_an_axis_of_vmap_is_no_axis_of_a_mesh() -> None:
+    a = head("float32")
+    of_part = partial(osj.linear_cross_entropy, axis_name="v")
+    with pytest.raises(ValueError, match=r"must name axes of jax\.shard_map"):
+        jax.vmap(of_part, (None, 0, None), axis_name="v")(a["x"], jnp.stack([a["w"]] * 2), a["target"])
 
 
 def test_a_loss_that_returns_something_else() -> None:

@@ -138,8 +138,11 @@ def linear_token_loss(
     """A loss of the log-probability, entropy and logsumexp of each token, with its gradients in the forward pass.
 
     The loss is traced for one token, and mapped with its derivative over the tokens of each chunk.  So a loss such as
-    PPO's or GRPO's costs three products, where `linear_token_logprobs` without stored logits costs four.  Outside of
-    `jit`, each call is compiled anew.
+    PPO's or GRPO's costs three products, where `linear_token_logprobs` without stored logits costs four.
+
+    As for `jit`, the loss must be a pure function: JAX traces a function object once and keeps the trace, with the
+    numbers that the function reads beside its arguments.  Outside of `jit`, a call with a new function object, such as
+    a lambda written in the call, is compiled anew.
 
     Args:
         input, linear_weight, target, linear_bias, scale, softcap, memory, acc_dtype, axis_name: As for

@@ -69,6 +69,9 @@ def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], s
         axis_name: Its argument of this name.
     """
     names = checked_names(name, axis_name)
+    # The primitive of a head exchanges nothing; without this check an axis of vmap would give wrong numbers.
+    if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
+        raise ValueError(f"{name}: axis_name {axis_name!r} must name axes of jax.shard_map, not of vmap")
     labels = "input", "linear_weight", "target"
     x, weight, target = (_array(name, argument, t) for argument, t in zip(labels, arrays[:3], strict=True))
     bias = None if arrays[3] is None else _array(name, "linear_bias", arrays[3])

@@ -32,13 +32,15 @@ def statistics(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
     The arguments are those of `losses` in tokens.py.
     """
     operation = Signature(TOKEN_LOGPROBS, outputs_of(TOKEN_LOGPROBS, True), call.options, (), rows.CHOICE)
-    kept = {}
+    kept: Values = {}
 
     def of_chunk(first: Any, size: int) -> Values:
         weight, bias = _slices(arrays, first, size)
-        kept["z"] = logits_of(arrays["x"], weight, bias)
+        z = logits_of(arrays["x"], weight, bias)
+        if "z" in call.outputs:
+            kept["z"] = z
         target = _target(arrays, shards.classes, first, size)
-        return _fields(states(run, operation, {"x": kept["z"], "target": target, **rows.scale_of(arrays)}))
+        return _fields(states(run, operation, {"x": z, "target": target, **rows.scale_of(arrays)}))
 
     def merge(a: Values, b: Values) -> Values:
         return _fields(joined({name: jnp.stack([a[name], b[name]]) for name in a}))

@@ -54,7 +54,7 @@ def losses(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) -> tu
 def _of_operation(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) -> tuple[Values, Array | None]:
     """With one class as target, no weights of classes."""
     gradient = bool(call.gradients)
-    if not isinstance(call.options.scale, float) and not names:
+    if gradient and not isinstance(call.options.scale, float) and not names:
         # A kernel multiplies the gradient by a number.
         run = partial(shards.in_two_passes, run)
     operation = Signature(

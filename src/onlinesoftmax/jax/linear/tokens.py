@@ -37,15 +37,15 @@ def losses(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:
             return jax.lax.dynamic_slice_in_dim(t, first, size) if layout(name).startswith("t") else t
 
         given = {name: part(name, t) for name, t in arrays.items()}
-        z = logits_of(given["x"], weight, arrays.get("bias"))
+        # A token that counts for nothing may hold NaN, and its gradient of 0 times NaN would be NaN.
+        valid = jnp.where((given["factor"] == 0)[:, None], 0, given["x"]) if "factor" in given else given["x"]
+        z = logits_of(given["x"] if call.loss is None else valid, weight, arrays.get("bias"))
         found, dz = rows.losses(run, call, shards.classes, z, given)
         if dz is None:
             return found
         if "dx" in wanted:
             found["dx"] = product(dz, weight, (1, 0), of_input)
         if "dweight" in wanted:
-            # The gradient of a token that counts for nothing is 0, but its input may be NaN.
-            valid = jnp.where((given["factor"] == 0)[:, None], 0, given["x"])
             found["dweight"] = product(dz, valid, (0, 0), of_weight)
         if "dbias" in wanted:
             found["dbias"] = jnp.sum(dz, 0, dtype=wide)
