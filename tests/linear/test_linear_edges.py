@@ -337,7 +337,7 @@ def test_autocast_casts_as_linear_does() -> None:
         (RuntimeError, "linear_weight has the dtype", {"linear_weight": torch.zeros(11, 7).half()}),
         (ValueError, "target has shape", {"target": torch.zeros(15, dtype=torch.int64)}),
         (RuntimeError, "target must have an integer dtype", {"target": torch.zeros(3, 5, dtype=torch.bool)}),
-        (RuntimeError, "label_smoothing must be between", {"label_smoothing": 1.5}),
+        (RuntimeError, r"linear_cross_entropy\(\): label_smoothing must be between", {"label_smoothing": 1.5}),
         (ValueError, "not a valid value for reduction", {"reduction": "median"}),
         (RuntimeError, "weight must have shape", {"weight": torch.zeros(3)}),
         (ValueError, "token_weight has shape", {"token_weight": torch.zeros(15)}),
@@ -363,6 +363,25 @@ def test_mistakes(error: type[Exception], message: str, change: dict[str, Any]) 
     given["target"] = torch.zeros(3, 5, dtype=torch.int64)
     with pytest.raises(error, match=message):
         osm.linear_cross_entropy(**{**given, **change})
+
+
+def test_what_the_backward_pass_reads_must_not_change_before() -> None:
+    x, w, _, target = head()
+    weight = torch.rand(11, dtype=torch.float64, device=DEVICE)
+    for t in (target, weight):
+        y = osm.linear_cross_entropy(x, w, target, weight=weight, label_smoothing=0.1, reduction="none").sum()
+        t.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward()
+
+
+def test_a_loss_that_reads_a_parameter() -> None:
+    x, w, _, target = head()
+    parameter = torch.ones((), dtype=torch.float64, device=DEVICE, requires_grad=True)
+    with pytest.raises(RuntimeError, match="loss reads a tensor that requires a gradient"):
+        osm.linear_token_loss(x, w, target, lambda logprob, *_: -logprob * parameter.exp())
+    y = osm.linear_token_loss(x, w, target, lambda logprob, *_: -logprob * parameter.detach())
+    torch.testing.assert_close(y, osm.linear_cross_entropy(x, w, target))
 
 
 def test_a_loss_that_returns_something_else() -> None:

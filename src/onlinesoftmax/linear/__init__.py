@@ -136,7 +136,8 @@ def linear_token_loss(
         input, linear_weight, target, linear_bias, scale, softcap, memory, acc_dtype: As for `linear_cross_entropy`,
             with classes as targets.
         loss: Function `loss(logprob, entropy, lse, *per_token)` of float32 vectors that returns the loss of each token.
-            It must compute a token's loss from the numbers of this token alone, because it sees a chunk of tokens.
+            It must compute a token's loss from the numbers of this token alone, because it sees a chunk of tokens.  It
+            must read no other tensor that requires a gradient, such as a parameter.
         per_token: Tensors with a number for each token, of the shape (...), without gradients: old log-probabilities,
             advantages, masks.
         reduction: "mean" over the tokens that are not ignored, or "sum".

@@ -31,6 +31,7 @@ from ..torch.loss_run import statistics_of
 from ..torch.namespace import NAMESPACE
 from . import rows
 from .arguments import (
+    NOT_COMPUTED,
     Head,
     checked_acc_dtype,
     checked_head,
@@ -59,7 +60,7 @@ def cross_entropy(
     name, (reduction, *given, scale, softcap) = "linear_cross_entropy", numbers
     head = checked_head(name, *tensors, soft=True)
     options = checked_options_of(name, scale, softcap, head)
-    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given))
+    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given), name)
     classes, soft = len(head.weight), head.target.is_floating_point()
     check_weight(f"{name}()", weight, head.input, classes)
     check_dtype(f"{name}()", dtype)
@@ -97,7 +98,7 @@ def _losses(
         return y if each else y.sum(), ()
     skipped = None if target.is_floating_point() else ~counted(target, loss)
     of_chunk = loss_rows(target, weight, loss._replace(reduction="none"), stats)
-    work = Work(plan, of_chunk, skipped, records(head), sum_dtype=sum_dtype)
+    work = Work(plan, of_chunk, skipped, records(head), None, sum_dtype, (target, weight))
     if each:
         y, *found = LaterFactor.apply(*inputs, work)
         return y * factor, found
@@ -211,7 +212,7 @@ def token_loss(
         leaves = [t.detach().requires_grad_(dy is not None) for t in known]
         with torch.set_grad_enabled(dy is not None):
             y = loss(*leaves, *[t[part] for t in beside])
-        losses = _checked_losses(name, y, known.lse).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
+        losses = _checked_losses(name, y, *leaves).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
         if dy is None:
             return (losses,), None
         found: Any = [None, None, None]
@@ -232,11 +233,24 @@ def token_loss(
     return total if count is None else total + torch.where(count == 0, torch.nan, 0.0)
 
 
-def _checked_losses(name: str, y: Any, like: Tensor) -> Tensor:
-    """The losses that the caller's function returns for some tokens."""
+def _checked_losses(name: str, y: Any, like: Tensor, *others: Tensor) -> Tensor:
+    """The losses that the caller's function returns for some tokens.
+
+    Where `others` are given, they and `like` are the only tensors that may require a gradient.
+    """
     if not isinstance(y, Tensor) or y.shape != like.shape:
         got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(f"{name}(): loss must return one number for each token, {tuple(like.shape)}, got {got}")
+    nodes, seen = [y.grad_fn] if others else [], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and all(leaf is not t for t in (like, *others)):
+            raise RuntimeError(f"{name}(): loss reads a tensor that requires a gradient, which {NOT_COMPUTED}")
+        nodes += [before for before, _ in node.next_functions]
     return y
 
 

@@ -46,6 +46,7 @@ class Work(NamedTuple):
         recorded: True where autograd records the call, so that gradients are wanted.
         sharing: The other processes that have classes; None where this one has all.
         sum_dtype: Dtype in which several chunks add up the gradient of the weight; None for float32 or float64.
+        reads: Tensors of the caller that `rows` reads.  Like the inputs, they must not change before the backward pass.
     """
 
     plan: LinearPlan
@@ -54,6 +55,7 @@ class Work(NamedTuple):
     recorded: bool
     sharing: Sharing | None = None
     sum_dtype: torch.dtype | None = None
+    reads: tuple[Tensor | None, ...] = ()
 
 
 def run(
@@ -67,7 +69,7 @@ def run(
         factor: Gradient of each token's first output; None for no gradients.
         wanted: Whether the gradients of input, weight and bias are wanted.
     """
-    plan, rows, skipped, _, sharing, sum_dtype = work
+    plan, rows, skipped, _, sharing, sum_dtype, _ = work
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
     wide = accumulator_of(x.dtype, x.dtype)
@@ -148,7 +150,7 @@ class LaterFactor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, work: Work) -> Any:
         ctx.work = work
-        ctx.save_for_backward(x, weight, *(() if bias is None else (bias,)))
+        ctx.save_for_backward(x, weight, bias, *work.reads)
         outputs, _ = run(work, x, weight, bias, None, (False, False, False))
         ctx.mark_non_differentiable(*outputs[1:])
         ctx.set_materialize_grads(False)
@@ -159,8 +161,7 @@ class LaterFactor(torch.autograd.Function):
         check_gradients(dy)
         if dy is None:
             return (None,) * 4
-        x, weight, *bias = ctx.saved_tensors
-        tensors = x, weight, bias[0] if bias else None
+        tensors = ctx.saved_tensors[:3]
         _, gradients = run(ctx.work, *tensors, dy, ctx.needs_input_grad[:3])
         found = [None if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
         return (*found, None)

@@ -94,7 +94,7 @@ def _over_tokens(
     name, wide, soft = "linear_cross_entropy()", accumulator_of(x.dtype, x.dtype), target.is_floating_point()
     check_weight(name, weight, x, len(linear_weight))
     check_dtype(name, dtype)
-    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(index))
+    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(index), "linear_cross_entropy")
     loss = Loss(Settings(1), ignore_index, reduction, smoothing, z_loss)
     flat = target if soft else signed(target).long().flatten()
     weight = weight_of_mean(x, flat, weight, loss, team.token_groups)

@@ -47,7 +47,7 @@ def cross_entropy(
     name, (reduction, *given, scale, softcap) = "linear_cross_entropy", numbers
     head = checked_head(name, *tensors, soft=False, part=True)
     options = checked_options_of(name, scale, softcap)
-    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given))
+    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given), name)
     loss = Loss(Settings(1), ignore_index, reduction, smoothing, z_loss)
     check_weight(f"{name}()", weight, head.input, team.shards.total)
     check_dtype(f"{name}()", dtype)
@@ -73,7 +73,7 @@ def cross_entropy(
         y = y if reduction == "none" else y.sum()
     else:
         of_chunk = _loss_rows(head, weight, of_row, options or PLAIN, team)
-        work = Work(plan, of_chunk, ignored(target, loss), run.records(head), sharing, sum_dtype)
+        work = Work(plan, of_chunk, ignored(target, loss), run.records(head), sharing, sum_dtype, (target, weight))
         if reduction == "none":
             y = LaterFactor.apply(*inputs, work)[0] * factor
         else:

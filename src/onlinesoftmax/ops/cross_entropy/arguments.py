@@ -15,8 +15,12 @@ def class_dim(x: Array) -> int:
     return 1 if x.ndim > 1 else 0
 
 
-def checked_numbers(library: Library, reduction: Any, numbers: tuple[Any, Any, Any]) -> tuple[int, float, float]:
+def checked_numbers(
+    library: Library, reduction: Any, numbers: tuple[Any, Any, Any], name: str = NAME
+) -> tuple[int, float, float]:
     """(ignore_index, label_smoothing, z_loss) as Python's numbers; the same tuple where they are.
+
+    `name` is that of the public function, for errors.
 
     Raises:
         TypeError: one of them is no number.
@@ -26,14 +30,14 @@ def checked_numbers(library: Library, reduction: Any, numbers: tuple[Any, Any, A
     index, smoothing, z_loss = numbers
     if not (type(index) is int and type(smoothing) in (float, int) and type(z_loss) in (float, int)):
         numbers = (
-            checked_number(library, NAME, "ignore_index", index, int),
-            checked_number(library, NAME, "label_smoothing", smoothing, float),
-            checked_number(library, NAME, "z_loss", z_loss, float),
+            checked_number(library, name, "ignore_index", index, int),
+            checked_number(library, name, "label_smoothing", smoothing, float),
+            checked_number(library, name, "z_loss", z_loss, float),
         )
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
     if not 0.0 <= numbers[1] <= 1.0:
-        raise RuntimeError(f"{NAME}(): label_smoothing must be between 0.0 and 1.0, got {numbers[1]}")
+        raise RuntimeError(f"{name}(): label_smoothing must be between 0.0 and 1.0, got {numbers[1]}")
     return numbers
 
 
