@@ -173,7 +173,7 @@ def passes_of(function: str, problem: LinearProblem, plan: LinearPlan) -> list[t
     if loss is None or plan.name == "columns" or plan.keeps:
         statistics = OPERATIONS[STATISTICS]
         backward = OPERATIONS[statistics.gradient_name]
-        forward = (STATISTICS, ("y", "lse", "entropy"))
+        forward = (STATISTICS, ("y", "m", "l", "entropy"))
         return [forward, (backward.name, backward.always)] if problem.recorded else [forward]
     alone, both = (loss, ("loss",)), (loss, ("loss", "y"))
     if not problem.recorded:

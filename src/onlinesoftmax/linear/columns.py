@@ -67,13 +67,13 @@ def _columns_at_once(plan: LinearPlan, classes: int) -> int:
 
 def _of_no_columns(target: Tensor, dtype: torch.dtype) -> Statistics:
     zeros = torch.zeros(target.shape, dtype=dtype, device=target.device)
-    return Statistics(zeros + torch.nan, zeros, zeros - torch.inf)
+    return Statistics(zeros + torch.nan, zeros, zeros.double() - torch.inf)
 
 
 def statistics_of(way: Way, inputs: Inputs, target: Tensor) -> tuple[Statistics, Tensor]:
     """The statistics of each token, and the logits of the last chunk, which are all logits with the plan `stored`."""
     (plan, options, sharing), (x, weight, bias) = way, inputs
-    classes, found, whole_target = len(weight), None, target
+    classes, found, whole_target, wide = len(weight), None, target, accumulator_of(x.dtype, x.dtype)
     target = target if sharing is None else sharing.local(target)
     size = _columns_at_once(plan, classes)
     memory = torch.empty(len(x) * size, dtype=x.dtype, device=x.device)
@@ -89,12 +89,12 @@ def statistics_of(way: Way, inputs: Inputs, target: Tensor) -> tuple[Statistics,
             one = one._replace(logprob=one.logprob.masked_fill((local >= 0) & (one.lse == -torch.inf), -torch.inf))
         found = one if found is None else merged(found, one, local >= 0)
     if found is None:
-        found = _of_no_columns(target, accumulator_of(x.dtype, x.dtype))
+        found = _of_no_columns(target, wide)
     if sharing is not None:
         found = sharing.merged(found, whole_target)
     # Rounding can put a logarithm above 0.  A row whose sum is 0 or infinite has no probabilities.
     logprob = found.logprob.clamp(max=0.0).masked_fill(found.lse.isinf(), torch.nan)
-    return found._replace(logprob=logprob), z
+    return Statistics(logprob.to(wide), found.entropy.to(wide), found.lse), z
 
 
 def gradients_of(
@@ -111,7 +111,7 @@ def gradients_of(
         logits: All logits, if they are kept.  With the plan `stored` their gradient takes their place.
     """
     (plan, options, sharing), (x, weight, bias), (of_input, of_weight, of_bias) = way, inputs, wanted
-    nothing = torch.zeros_like(known.lse)
+    nothing = torch.zeros_like(known.logprob)
     dlogprob, dentropy, dlse = dys
     dlogprob, dlse = nothing if dlogprob is None else dlogprob, nothing if dlse is None else dlse
     # A target that is no class has no gradient of its logarithm.
@@ -177,7 +177,7 @@ class LogProbabilities(torch.autograd.Function):
         ctx.logits = logits if plan.name == "stored" and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(x, weight, bias, target, *found)
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return found.logprob, found.entropy, found.lse.to(found.logprob.dtype)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:

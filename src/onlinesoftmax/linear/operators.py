@@ -1,6 +1,6 @@
 """The head as custom operators of PyTorch: opaque to torch.compile, with fake implementations and gradients.
 
-    linear_token_logprobs            the statistics of each token, and all logits where they are kept
+    linear_token_logprobs            the statistics of each token, lse in float64, and all logits where they are kept
     linear_token_logprobs_backward   gradients of input, weight and bias from those of the statistics
     linear_cross_entropy             the losses; with a factor of each loss also the gradients of their sum
 
@@ -78,14 +78,14 @@ def _statistics(*arguments: Any) -> Tensors:
 def _fake_statistics(x: Tensor, weight: Tensor, *arguments: Any) -> Tensors:
     keeps = arguments[-1]
     wide = accumulator_of(x.dtype, x.dtype)
-    found = [x.new_empty(x.shape[:1], dtype=wide) for _ in range(3)]
+    found = [x.new_empty(x.shape[:1], dtype=dtype) for dtype in (wide, wide, torch.float64)]
     return (*found, x.new_empty(x.shape[0] if keeps else 0, weight.shape[0]))
 
 
 def _gradients_of_statistics(*arguments: Any) -> Tensors:
     (x, weight, bias, target, scale), (*known, logits), dys = arguments[:5], arguments[5:9], arguments[9:12]
     number, softcap, memory, wanted = arguments[12:]
-    kept = logits if logits.numel() else None
+    kept, dlse = logits if logits.numel() else None, dys[2] if dys[2] is None else dys[2].to(known[0].dtype)
     if kept is None:
         plan = _plan("linear_token_logprobs", x, weight, memory, wanted)
     else:
@@ -93,7 +93,7 @@ def _gradients_of_statistics(*arguments: Any) -> Tensors:
         chunk = max(plans.COLUMN_BYTES // (len(x) * x.itemsize), plans.FEWEST_COLUMNS)
         plan = LinearPlan("columns", chunk, -(-len(weight) // chunk), 3, 0, True, "")
     way, wanted = Way(plan, _options(scale, number, softcap)), tuple(wanted)
-    found = gradients_of(way, (x, weight, bias), target, Statistics(*known), dys, wanted, kept)
+    found = gradients_of(way, (x, weight, bias), target, Statistics(*known), (*dys[:2], dlse), wanted, kept)
     return _given(found, x)
 
 

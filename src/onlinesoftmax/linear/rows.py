@@ -27,7 +27,10 @@ CHOICE = ANY
 
 
 class Statistics(NamedTuple):
-    """Numbers of each row in float32 or wider, (rows,) tensors; logprob is NaN where the target is no column."""
+    """Numbers of each row in float32 or wider, (rows,) tensors; logprob is NaN where the target is no column.
+
+    lse is float64: rounded to float32, it would put one error into every probability of the backward pass.
+    """
 
     logprob: Tensor
     entropy: Tensor
@@ -78,9 +81,11 @@ def losses(
 def statistics(z: Tensor, target: Tensor, options: ScoreOptions | None) -> Statistics:
     """The statistics of the rows of some logits."""
     call = Call(TOKEN_LOGPROBS, z, Settings(1, None, False, CHOICE), options, None, {"target": target})
-    way = outputs_of if _kernels_run(z, target) else loss_eager.log_probabilities
-    logprob, lse, entropy = way(call, ("y", "lse", "entropy"))
-    return Statistics(logprob, entropy, lse)
+    if not _kernels_run(z, target):
+        logprob, lse, entropy = loss_eager.log_probabilities(call, ("y", "lse", "entropy"), torch.float64)
+        return Statistics(logprob, entropy, lse)
+    logprob, m, l, entropy = outputs_of(call, ("y", "m", "l", "entropy"))
+    return Statistics(logprob, entropy, m + l.double().log())
 
 
 def gradient(
@@ -98,7 +103,8 @@ def gradient(
         dlse: Factor of the softmax: the gradient of lse, less that of logprob where the target lies in another chunk.
         options: Scale and softcap.
     """
-    beside = {"target": target, "dy": dlogprob, "m": known.lse, "l": torch.ones_like(known.lse), "dlse": dlse}
+    m = known.lse.to(dlogprob.dtype)
+    beside = {"target": target, "dy": dlogprob, "m": m, "l": (known.lse - m).exp().to(m.dtype), "dlse": dlse}
     if dentropy is not None:
         beside |= {"entropy": known.entropy, "dentropy": dentropy}
     operation, settings = OPERATIONS[TOKEN_LOGPROBS.gradient_name], Settings(1, None, False, CHOICE)

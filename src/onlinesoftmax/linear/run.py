@@ -135,7 +135,7 @@ def _traced_statistics(head: Head, options: Any, memory: int | None) -> tuple[Te
     scale, given = _scale_and_options(head, options, memory)
     keeps = memory is None and records(head) and x.shape[0] * len(weight) * x.itemsize <= CHUNK_BYTES
     found: Any = _operators().linear_token_logprobs(x, weight, head.bias, head.target, scale, *given, keeps)
-    return found[0], found[1], found[2]
+    return found[0], found[1], found[2].to(found[0].dtype)
 
 
 def _scale_and_options(head: Head, options: Any, memory: int | None) -> tuple[Tensor | None, tuple[Any, ...]]:
@@ -209,7 +209,7 @@ def token_loss(
         if sharing is not None:
             known = sharing.merged(known, of_target[part])
         known = known._replace(logprob=known.logprob.clamp(max=0.0).masked_fill(ignored[part], 0.0))
-        leaves = [t.detach().requires_grad_(dy is not None) for t in known]
+        leaves = [t.detach().to(counts.dtype).requires_grad_(dy is not None) for t in known]
         with torch.set_grad_enabled(dy is not None):
             y = loss(*leaves, *[t[part] for t in beside])
         losses = _checked_losses(name, y, *leaves).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
@@ -219,7 +219,7 @@ def token_loss(
         if y.requires_grad:
             found = torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)
         # A token that is ignored has no gradient, whatever the loss makes of it.
-        zeros = torch.zeros_like(known.lse)
+        zeros = torch.zeros_like(known.logprob)
         dlogprob, dentropy, dlse = (None if g is None else g.masked_fill(ignored[part], 0.0) for g in found)
         classes = z.shape[1] if sharing is None else sharing.total
         dlogprob = zeros if dlogprob is None else dlogprob.where(is_class(of_target[part], classes), 0.0)

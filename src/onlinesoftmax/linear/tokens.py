@@ -161,7 +161,7 @@ class LaterFactor(torch.autograd.Function):
         check_gradients(dy)
         if dy is None:
             return (None,) * 4
-        tensors = ctx.saved_tensors[:3]
-        _, gradients = run(ctx.work, *tensors, dy, ctx.needs_input_grad[:3])
-        found = [None if g is None else g.to(t.dtype) for g, t in zip(gradients, tensors, strict=True)]
+        x, weight, bias, *_ = ctx.saved_tensors
+        _, gradients = run(ctx.work, x, weight, bias, dy, ctx.needs_input_grad[:3])
+        found = [None if g is None else g.to(x.dtype) for g in gradients]
         return (*found, None)

@@ -119,16 +119,17 @@ def _invariant_logsumexp(z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     return logsumexp_from(z, invariant("log_softmax", z, dim), dim, keepdim)
 
 
-def logsumexp_from(z: Tensor, log_p: Tensor, dim: int, keepdim: bool) -> Tensor:
+def logsumexp_from(z: Tensor, log_p: Tensor, dim: int, keepdim: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Logsumexp of scores whose log_softmax is known, without computing the exponentials again.
 
-    Where a score is the maximum m, log_softmax is m - lse.
+    Where a score is the maximum m, log_softmax is m - lse.  Their difference is computed in `dtype`, if it is given.
     """
     if not z.shape[dim]:
         return z.logsumexp(dim, keepdim)
     # Both terms have the same element: the maxima of `z` and of `log_p` by themselves could be others where scores are
     # nearly equal, and the gradient would be wrong.
     m, at = z.max(dim, keepdim=True)
+    m = m if dtype is None else m.to(dtype)
     y = torch.where(m.isinf(), m, m - log_p.gather(dim, at))
     return y if keepdim else y.squeeze(dim)
 

@@ -183,8 +183,8 @@ def _entropy(log_p: Tensor, dim: int, batch_invariant: bool) -> Tensor:
     return 0.0 - eager.row_sums(terms, dim, batch_invariant)
 
 
-def log_probabilities(call: Call, results: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The results "y" (the log-probability), "lse" and "entropy", if it is asked for.
+def log_probabilities(call: Call, results: tuple[str, ...], of_lse: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """The results "y" (the log-probability), "lse" and "entropy", if it is asked for; lse in the dtype `of_lse`.
 
     The target has one column of each row, or several along the softmax dimension, and the first result has its shape.
     """
@@ -194,10 +194,10 @@ def log_probabilities(call: Call, results: tuple[str, ...]) -> tuple[Tensor, ...
     target = target if several else target.unsqueeze(dim)
     z = eager.scores_of(x, dim, call.scores, eager.wide_of(x, dtype, separate))[0]
     log_p = _log_p(z, dim, separate)
-    lse = eager.logsumexp_from(z, log_p, dim, keepdim=False).to(dtype)
+    lse = eager.logsumexp_from(z, log_p, dim, keepdim=False, dtype=of_lse).to(of_lse or dtype)
     if not x.shape[dim]:
         # `gather` takes no index of a row without columns.
-        logprob = (lse.unsqueeze(dim) + torch.nan).expand(target.shape)
+        logprob = (lse.to(dtype).unsqueeze(dim) + torch.nan).expand(target.shape)
     else:
         inside = is_class(target, x.shape[dim])
         logprob = log_p.gather(dim, target.where(inside, 0)).where(inside, torch.nan).to(dtype)

@@ -45,13 +45,15 @@ class Team(NamedTuple):
     def _merged(self, found: Statistics, target: Tensor) -> Statistics:
         if not target.numel():
             return found
-        limits = torch.finfo(found.lse.dtype)
-        m = found.lse.clamp(limits.min, limits.max)
-        whole = merge(RowStates(m, (found.lse - m).exp(), found.logprob, found.entropy), self.groups)
+        dtype = found.logprob.dtype
+        limits = torch.finfo(dtype)
+        m = found.lse.to(dtype).clamp(limits.min, limits.max)
+        local = RowStates(m, (found.lse - m).exp().to(dtype), found.logprob, found.entropy.to(dtype))
+        whole = merge(local, self.groups)
         assert whole.logprob is not None
         assert whole.entropy is not None
         logprob = whole.logprob.where(is_class(target, self.shards.total), torch.nan)
-        return Statistics(*(t.to(found.lse.dtype) for t in (logprob, whole.entropy, whole.lse)))
+        return Statistics(logprob.to(dtype), whole.entropy.to(dtype), whole.lse)
 
     def _summed(self, total: Tensor, out: Tensor) -> Callable[[], Tensor]:
         # Without tokens there is nothing to add.
