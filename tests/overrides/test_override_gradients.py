@@ -50,6 +50,13 @@ def with_gradient_of_logits(z: Tensor) -> list[Tensor]:
     return [torch.autograd.grad(y, z, retain_graph=True)[0] for y in (*losses, *ours)]
 
 
+def with_inputs(z: Tensor) -> Tensor:
+    """A pass that ends at the logits and gives them a gradient, though they are no leaf."""
+    loss(z).backward(inputs=[z], retain_graph=True)
+    assert z.grad is not None
+    return z.grad.clone() * z
+
+
 def with_second_derivative(z: Tensor) -> Tensor:
     (dz,) = torch.autograd.grad(loss(z), z, create_graph=True)
     return dz
@@ -90,6 +97,7 @@ COMPUTED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "gradient of the user": (lambda z: loss(Halved.apply(z)), "cross_entropy"),
     "second derivative": (lambda z: torch.autograd.grad(z.square().sum(), z, create_graph=True)[0].sin(), "pow"),
     "hook after the loss": (with_late_hook, "cross_entropy"),
+    "inputs of a backward pass": (with_inputs, "cross_entropy"),
     "second derivative of a loss": (with_second_derivative, "cross_entropy"),
     "factor without gradient": (scaled_without_gradient, "mul_"),
     "view in inference mode": (viewed_in_inference_mode, "argmax"),

@@ -270,7 +270,9 @@ class Linked(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # As PyTorch frees saved tensors.
             ctx.x = ctx.repeat = None
-        if x is None or not (x.head.watched or differentiable):
+        # A pass with the logits as `inputs` stops there, and does not run the linear functions.
+        past = any(torch._C._will_engine_execute_node(node) for node, _ in ctx.next_functions[1:] if node is not None)
+        if x is None or (past and not x.head.watched and not differentiable):
             return None, None, None, *gradients
         with torch.enable_grad():
             logits = plain(x, ctx.name)
