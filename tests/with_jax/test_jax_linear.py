@@ -156,14 +156,15 @@ def test_small_sizes(count: int, classes: int) -> None:
     a["target"] = jnp.abs(a["target"]) % classes
     nothing = {**a, "target": jnp.full(count, -100)}
 
-    def every(f: Any) -> Any:
-        return with_gradients(partial(f, reduction="none"), a), with_gradients(f, nothing)
+    def every() -> Any:
+        ours, theirs = (with_gradients(partial(f, reduction="none"), a) for f in (ours_of, expected))
+        return ours, theirs, with_gradients(ours_of, nothing), osj.linear_token_logprobs(a["x"], a["w"], a["target"])
 
-    ours, (mean, gradients) = jax.jit(partial(every, ours_of))()
-    assert_same(ours, jax.jit(partial(every, expected))()[0], rtol=1e-5, atol=1e-5)
+    ours, theirs, (mean, gradients), found = jax.jit(every)()
+    assert_same(ours, theirs, rtol=1e-5, atol=1e-5)
     assert np.isnan(mean)
     assert all((t == 0).all() for t in gradients.values())
-    assert osj.linear_token_logprobs(a["x"], a["w"], a["target"]).lse.shape == (count,)
+    assert found.lse.shape == (count,)
 
 
 def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +179,20 @@ def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_statistics() -> None:
-    a, options = head("float32"), {"z_loss": 0.1, "memory": IN_FLOAT32["tokens"]}
-    y, found = ours_of(a, return_stats=True, scale=jnp.full(TOKENS, -2.0), **options)
-    z, counts = scores(a, -2.0), a["target"] != -100
-    p = jax.nn.softmax(z)
-    entropy = -jnp.sum(jnp.where(p == 0, 0, p * jnp.log(p)), -1)
-    lse, largest = jax.nn.logsumexp(z, -1), jnp.argmax(z, -1)
-    want = lse, 0.1 * lse**2 * counts, entropy, largest, (largest == a["target"]) & counts
-    assert_same((y, *found), (ours_of(a, scale=-2.0, **options), *want), rtol=1e-5, atol=1e-5)
+    # With a negative scale, a bias of -inf would be a logit of inf, and every statistic NaN or inf.
+    a = {**head("float32"), "b": jnp.arange(11.0) / 9}
+    options = {"z_loss": 0.1, "memory": IN_FLOAT32["tokens"]}
+
+    def both() -> Any:
+        y, found = ours_of(a, return_stats=True, scale=jnp.full(TOKENS, -2.0), **options)
+        z, counts = scores(a, -2.0), a["target"] != -100
+        p = jax.nn.softmax(z)
+        entropy = -jnp.sum(jnp.where(p == 0, 0, p * jnp.log(p)), -1)
+        lse, largest = jax.nn.logsumexp(z, -1), jnp.argmax(z, -1)
+        want = lse, 0.1 * lse**2 * counts, entropy, largest, (largest == a["target"]) & counts
+        return (y, *found), (ours_of(a, scale=-2.0, **options), *want)
+
+    assert_same(*jax.jit(both)(), rtol=1e-5, atol=1e-5)
 
 
 def in_float64(a: dict[str, Any]) -> Any:
@@ -198,10 +205,10 @@ def in_float64(a: dict[str, Any]) -> Any:
 def test_the_gradient_of_the_weight_is_rounded_once() -> None:
     """In bfloat16, 32 chunks have the error of one product; with acc_dtype they are rounded 32 times."""
     a = head("bfloat16", (64,), 23)
-    exact, errors, two = in_float64(a), [], 2 * 23 * 2
-    for options in ({}, {"memory": two + 23 * 7 * 4}, {"memory": two, "acc_dtype": "bfloat16"}):
-        found = jax.jit(partial(with_gradients, partial(ours_of, **options), names="w"))(a)[1]
-        errors.append(np.abs(np.asarray(found["w"], "float64") - exact["w"]).max())
+    exact, two = in_float64(a), 2 * 23 * 2
+    calls: list[dict[str, Any]] = [{}, {"memory": two + 23 * 7 * 4}, {"memory": two, "acc_dtype": "bfloat16"}]
+    found = jax.jit(lambda a: [with_gradients(partial(ours_of, **some), a, "w")[1]["w"] for some in calls])(a)
+    errors = [np.abs(np.asarray(t, "float64") - exact["w"]).max() for t in found]
     assert errors[1] <= errors[0] + np.abs(exact["w"]).max() * 2.0**-9
     assert errors[1] < errors[2] < 32 * errors[0]
 
