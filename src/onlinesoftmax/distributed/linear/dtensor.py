@@ -1,7 +1,7 @@
 """The head without logits on DTensors: sharded classes, sharded tokens, or both, on a mesh of any dimensions.
 
     input         linear_weight   processes along a mesh dimension
-    Replicate     Shard(0)        share the classes (linear.py)
+    Replicate     Shard(0)        share the classes (run.py)
     Shard(token)  Replicate       share the tokens: the gradient of the weight is Partial
     Shard(token)  Shard(0)        share the classes, once the input is gathered
     Replicate     Replicate       compute the same
