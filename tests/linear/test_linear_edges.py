@@ -365,6 +365,13 @@ def test_mistakes(error: type[Exception], message: str, change: dict[str, Any]) 
         osm.linear_cross_entropy(**{**given, **change})
 
 
+def test_meta_tensors_have_shapes() -> None:
+    x, w, b, target = (t.detach().to("meta").requires_grad_(t.is_floating_point()) for t in head())
+    for call in CALLS.values():
+        y = call(x, w, b, target)
+        assert [g.shape for g in torch.autograd.grad(y, [x, w, b])] == [x.shape, w.shape, b.shape]
+
+
 def test_what_the_backward_pass_reads_must_not_change_before() -> None:
     x, w, _, target = head()
     weight = torch.rand(11, dtype=torch.float64, device=DEVICE)

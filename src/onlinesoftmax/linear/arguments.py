@@ -111,9 +111,14 @@ def _autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
 
 def autocast_dtype(t: Tensor) -> torch.dtype:
     """The dtype in which torch.nn.functional.linear takes a tensor."""
-    kind = t.device.type
-    casts = torch.is_autocast_enabled(kind) and t.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if casts else t.dtype
+    casts = is_autocast(t) and t.dtype != torch.float64
+    return torch.get_autocast_dtype(t.device.type) if casts else t.dtype
+
+
+def is_autocast(t: Tensor) -> bool:
+    """True where autocast is active for the device of a tensor."""
+    # For "meta", which has no autocast, PyTorch raises an error.
+    return not t.is_meta and torch.is_autocast_enabled(t.device.type)
 
 
 def check_gradients(*dys: Tensor | None) -> None:

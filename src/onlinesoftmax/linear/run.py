@@ -39,6 +39,7 @@ from .arguments import (
     checked_options_of,
     checked_per_token,
     constant,
+    is_autocast,
 )
 from .columns import LogProbabilities
 from .plans import CHUNK_BYTES, LinearPlan, plan_of, problem_of
@@ -65,7 +66,7 @@ def cross_entropy(
     check_weight(f"{name}()", weight, head.input, classes)
     check_dtype(f"{name}()", dtype)
     wide = accumulator_of(head.input.dtype, head.input.dtype)
-    dtype = dtype or (wide if torch.is_autocast_enabled(head.input.device.type) else head.input.dtype)
+    dtype = dtype or (wide if is_autocast(head.input) else head.input.dtype)
     loss = Loss(Settings(1, wide, False, ANY), ignore_index, reduction, smoothing, z_loss, options)
     # In a narrow dtype, a comparison with the number of classes would be modulo its range.
     of_target = head.target if soft else signed(head.target).long()

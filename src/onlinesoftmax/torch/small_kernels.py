@@ -134,7 +134,8 @@ def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: L
 def backend_for(t: Tensor) -> str | None:
     """The backend whose small kernels take a tensor; None where there is none."""
     if not t.is_cuda:
-        return "triton" if registry.unavailable("triton") is None and registry.load("triton").interpreted() else None
+        runs = t.is_cpu and registry.unavailable("triton") is None and registry.load("triton").interpreted()
+        return "triton" if runs else None
     return next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
 
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ...core.call import LossStatistics, Settings, TokenLogprobs
 from ...linear import run
-from ...linear.arguments import autocast_dtype, check_head, check_per_token, check_tensors
+from ...linear.arguments import autocast_dtype, check_head, check_per_token, check_tensors, is_autocast
 from ...ops.cross_entropy.arguments import checked_numbers
 from ...torch.arguments import TORCH, check_dtype, check_weight
 from ...torch.formulas import accumulator_of
@@ -109,7 +109,7 @@ def _over_tokens(
     y, *stats = found if isinstance(found, tuple) else (found,)
     y = run.divided(team.over_tokens(y), divisor)
     y = y if count is None else y + torch.where(count == 0, torch.nan, 0.0)
-    y = y.to(dtype or (wide if torch.is_autocast_enabled(x.device.type) else x.dtype))
+    y = y.to(dtype or (wide if is_autocast(x) else x.dtype))
     return (y, *stats) if stats else y
 
 

@@ -19,6 +19,7 @@ from ...linear.arguments import (
     checked_memory,
     checked_options_of,
     checked_per_token,
+    is_autocast,
 )
 from ...linear.columns import LogProbabilities
 from ...linear.tokens import KnownFactor, LaterFactor, Rows, Work
@@ -52,7 +53,7 @@ def cross_entropy(
     check_weight(f"{name}()", weight, head.input, team.shards.total)
     check_dtype(f"{name}()", dtype)
     wide = accumulator_of(head.input.dtype, head.input.dtype)
-    dtype = dtype or (wide if torch.is_autocast_enabled(head.input.device.type) else head.input.dtype)
+    dtype = dtype or (wide if is_autocast(head.input) else head.input.dtype)
     target = signed(head.target).long()
     head = head._replace(target=target)
     weight = weight_of_mean(head.input, target, weight, loss, team.token_groups)
