@@ -31,7 +31,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 }
 
 PEAKED = 12.0
-"""What is added to one logit of a peaked row: it then has nearly all probability."""
+"""Number that is added to one logit of a peaked row, so that its token has nearly all probability."""
 
 
 def by_pytorch(x: torch.Tensor, filters: dict[str, Any]) -> Callable[[], Any]:

@@ -172,7 +172,7 @@ inline void wait_for_states(uint64* arrived) { while (seen(*arrived) < CLUSTER) 
 CLUSTER_WORDS = """
 static char* bases[16];
 static unsigned arrived, phase;
-inline void wait_for_cluster(const void*) {
+inline void wait_for_cluster() {
     __syncthreads();
     if (threadIdx.x == 0) {
         const unsigned now = seen(phase);
@@ -185,7 +185,7 @@ inline void wait_for_cluster(const void*) {
 }
 inline void open_cluster(const void* base) {
     if (threadIdx.x == 0) show(bases[blockIdx.x % CLUSTER], (char*)base);
-    wait_for_cluster(base);
+    wait_for_cluster();
 }
 inline void put_word(uint64* to, uint64 word, int block) {
     // Thread-local variables of one function are equally far apart in every thread.

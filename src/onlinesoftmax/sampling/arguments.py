@@ -19,7 +19,7 @@ from .masses import MOST_TOKENS
 
 Tensor = torch.Tensor
 
-_LARGEST = 2**63 - 1
+LARGEST_INT64 = 2**63 - 1
 
 
 class Logits(NamedTuple):
@@ -114,7 +114,7 @@ def checked_parameters(logits: Logits, temperature: Any, top_k: Any, top_p: Any,
         raise ValueError(f"{logits.name}(): rows have {tokens} tokens, and may have {MOST_TOKENS}")
     # A float32 number makes the products with the noise exact.
     divisor = of_rows("temperature", temperature, torch.float32, 0.0, LARGEST_FLOAT32)
-    k = None if top_k is None else of_rows("top_k", top_k, torch.int64, -1, _LARGEST)
+    k = None if top_k is None else of_rows("top_k", top_k, torch.int64, -1, LARGEST_INT64)
     p = None if top_p is None else of_rows("top_p", top_p, torch.float64, 0.0, math.inf)
     least = None if min_p is None else of_rows("min_p", min_p, torch.float64, 0.0, 1.0)
     if not isinstance(top_k, Tensor) and (top_k is None or not 0 < top_k < tokens):
@@ -133,10 +133,10 @@ def checked_seeds(logits: Logits, seed: Any, offset: Any, generator: Any) -> tup
         raise TypeError(f"{name}(): generator must be a torch.Generator or None, not {type(generator).__name__}")
     if generator is not None and seed is not None:
         raise ValueError(f"{name}(): seed and generator exclude each other: a seed is drawn from a generator")
-    offsets = checked_of_rows(logits, "offset", offset, torch.int64, 0, _LARGEST)
+    offsets = checked_of_rows(logits, "offset", offset, torch.int64, 0, LARGEST_INT64)
     if seed is not None:
-        return checked_of_rows(logits, "seed", seed, torch.int64, 0, _LARGEST), offsets
-    return torch.randint(_LARGEST, (math.prod(logits.rows),), device=x.device, generator=generator), offsets
+        return checked_of_rows(logits, "seed", seed, torch.int64, 0, LARGEST_INT64), offsets
+    return torch.randint(LARGEST_INT64, (math.prod(logits.rows),), device=x.device, generator=generator), offsets
 
 
 def checked_target(logits: Logits, target: Any) -> Tensor | None:

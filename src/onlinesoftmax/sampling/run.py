@@ -12,7 +12,7 @@ from ..kernels import registry
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
-from .arguments import Logits
+from .arguments import LARGEST_INT64, Logits
 from .distribution import Distribution, Parameters, distribution_of, log_of, log_sum_of, masses_of
 from .noise import gumbel
 from .order import largest, rank_of
@@ -20,9 +20,6 @@ from .results import Sampled, TopLogprobs, Verified
 from .verification import verified
 
 Tensor = torch.Tensor
-
-_LARGEST = 2**63 - 1
-
 
 _CHUNK = 1 << 18
 """Elements of the rows that a CPU samples from at a time: intermediate results stay in its caches."""
@@ -79,7 +76,7 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
         noise = noise.gather(1, found.tokens)
     keys = (found.z + found.temperature * noise).masked_fill(~found.kept, -torch.inf)
     # Equal keys go to the lower token id, which need not come first in the order of scores.
-    column = found.tokens.where(keys == keys.amax(1, keepdim=True), _LARGEST).argmin(1, keepdim=True)
+    column = found.tokens.where(keys == keys.amax(1, keepdim=True), LARGEST_INT64).argmin(1, keepdim=True)
     kept = found.kept.sum(1, keepdim=True)
     if raw:
         found = _without_filters(found, scores.dtype == torch.float64)

@@ -42,7 +42,7 @@ struct Slice {
             for (int i = 0; i < N; ++i) exchange->mine[i] = words[i];
         __syncthreads();
         if (thread < N * CLUSTER) put_word(&exchange->blocks[buffer][rank][thread % N], exchange->mine[thread % N], thread / N);
-        wait_for_cluster(exchange);
+        wait_for_cluster();
         for (int block = 0; block < CLUSTER; ++block) fold(exchange->blocks[buffer][block]);
         buffer ^= 1;
     }
@@ -94,7 +94,7 @@ struct Slice {
         __syncthreads();
         for (int i = thread; i < BINS * CLUSTER; i += THREADS)
             put_word(&exchange->bins_of_blocks[buffer][rank][i % BINS], exchange->bins[i % BINS], i / BINS);
-        wait_for_cluster(exchange);
+        wait_for_cluster();
         if (thread < 32) {
             constexpr int EACH = BINS / 32;
             uint64 own[EACH], sum = 0;
@@ -189,6 +189,6 @@ struct Slice {
         int block = 0;
         share(own, [&](const uint64* of_block) { offset += block++ < rank ? of_block[0] : 0; });
         for (unsigned i = threadIdx.x; i < to.count; i += THREADS) put_word(&to.all[offset + i], to.own[i], 0);
-        wait_for_cluster(exchange);
+        wait_for_cluster();
     }
 };

@@ -14,7 +14,7 @@ __device__ inline float below(float x, float m) {
     return x == m ? 0 : x == -INF || m == INF ? -INF : fmax(__fadd_rn(x, -m), -LARGEST_FLOAT32);
 }
 
-// The same in float64, which has the difference of all float32 numbers.
+// The score less the largest in float64, which holds the difference of any two finite float32 numbers.
 __device__ inline double exactly_below(float x, float m) { return x == m ? 0 : double(x) - double(m); }
 
 // exp(z / temperature) in units of 2^-MASS_BITS, as masses_of in distribution.py.

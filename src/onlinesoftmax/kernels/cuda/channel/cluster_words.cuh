@@ -12,11 +12,12 @@ __device__ inline void put_word(uint64* to, uint64 word, int block) {
     asm volatile("st.shared::cluster.b64 [%0], %1;" :: "r"(there), "l"(word) : "memory");
 }
 
-// Waits for all threads of the cluster, and makes their earlier stores visible.  `any` is a shared variable.
-__device__ inline void wait_for_cluster(const void* any) {
+// Waits for all threads of the cluster, and makes their earlier stores visible.
+__device__ inline void wait_for_cluster() {
     if constexpr (CLUSTER == 1) __syncthreads();
     else asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Waits until every block of the cluster has begun, so that it may be written to.
-__device__ inline void open_cluster(const void* any) { wait_for_cluster(any); }
+// Waits until every block of the cluster has begun, so that it may be written to.  Simulated blocks find the variables
+// of others by their distance from this one.
+__device__ inline void open_cluster(const void*) { wait_for_cluster(); }
