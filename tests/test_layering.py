@@ -21,7 +21,7 @@ import onlinesoftmax
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("ops",),
-    ("planner", "files", "linear.plans"),
+    ("planner", "files", "linear.plans", "sampling.masses", "sampling.philox"),
     ("kernels.cuda.strategy",),
     ("planner.strategies",),
     ("planner.plan",),

@@ -11,7 +11,8 @@ import torch
 
 import onlinesoftmax as osm
 from onlinesoftmax.sampling.arguments import checked_logits, checked_of_rows
-from onlinesoftmax.sampling.noise import gumbel, philox
+from onlinesoftmax.sampling.noise import gumbel
+from onlinesoftmax.sampling.philox import philox
 
 Tensor = torch.Tensor
 

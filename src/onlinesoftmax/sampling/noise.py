@@ -1,7 +1,7 @@
 """Gumbel noise of a token from (seed, offset, token id), by a counter-based generator, and not from the row's index.
 
 So the same row gets the same token in every batch and on every device, and a token keeps its noise when others are
-filtered out.  The generator is Philox4x32-10 (Salmon and others, "Parallel random numbers: as easy as 1, 2, 3", 2011):
+filtered out.  The generator is Philox4x32-10 (philox.py):
 
     counter  (token id / 4, low half of offset, high half of offset, stream)
     key      (low half of seed, high half of seed)
@@ -14,28 +14,9 @@ from __future__ import annotations
 
 import torch
 
+from .philox import GRID, LOW, SAMPLE, philox
+
 Tensor = torch.Tensor
-
-_LOW = 0xFFFFFFFF
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-_ROUNDS = 10
-
-SAMPLE, CORRECT, ACCEPT = range(3)
-"""The streams: to sample a token, to sample another one instead of a draft, and to accept a draft."""
-
-_GRID = 2.0**24
-
-
-def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The four 32-bit words of Philox4x32-10; all words are int64 tensors from 0 to 2^32 - 1 that broadcast."""
-    (a, b, c, d), (low, high) = counter, key
-    for _ in range(_ROUNDS):
-        # A product has 64 bits, and wraps in int64.  The mask takes the sign off its upper half.
-        of_a, of_c = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
-        a, b, c, d = (of_c >> 32 & _LOW) ^ b ^ low, of_c & _LOW, (of_a >> 32 & _LOW) ^ d ^ high, of_a & _LOW
-        low, high = low + _KEY_STEPS[0] & _LOW, high + _KEY_STEPS[1] & _LOW
-    return a, b, c, d
 
 
 def gumbel(seed: Tensor, offset: Tensor, tokens: int, stream: int = SAMPLE) -> Tensor:
@@ -51,12 +32,12 @@ def gumbel(seed: Tensor, offset: Tensor, tokens: int, stream: int = SAMPLE) -> T
         tokens: Number of tokens.
         stream: Use of the noise.
     """
-    return (-(-uniform(seed, offset, tokens, stream).log()).log() * _GRID).round() / _GRID
+    return (-(-uniform(seed, offset, tokens, stream).log()).log() * GRID).round() / GRID
 
 
 def uniform(seed: Tensor, offset: Tensor, tokens: int, stream: int) -> Tensor:
     """The numbers (bits + 1/2) / 2^32 of the tokens of each row, between 0 and 1, float64; arguments as of `gumbel`."""
     blocks = torch.arange(-(-tokens // 4), device=seed.device)
-    (seed_low, seed_high), (low, high) = ((t & _LOW, t >> 32 & _LOW) for t in (seed.unsqueeze(1), offset.unsqueeze(1)))
+    (seed_low, seed_high), (low, high) = ((t & LOW, t >> 32 & LOW) for t in (seed.unsqueeze(1), offset.unsqueeze(1)))
     words = philox((blocks, low, high, torch.full_like(low, stream)), (seed_low, seed_high))
     return (torch.stack(words, -1).flatten(1)[:, :tokens].double() + 0.5) * 2.0**-32

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from .distribution import Distribution
-from .noise import ACCEPT, CORRECT, gumbel, uniform
+from .noise import gumbel, uniform
+from .philox import ACCEPT, CORRECT
 from .results import Verified
 
 Tensor = torch.Tensor
