@@ -28,11 +28,11 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("kernels",),
     ("ops.*.kernels",),
     ("torch", "jax"),
-    ("numpy", "linear.*"),
+    ("numpy", "linear.*", "sampling.*"),
     ("explanation", "distributed"),
     ("api", "linear"),
     ("linear.module",),
-    ("nn", "overrides", "sampling"),
+    ("nn", "overrides", "sampling", "sampling.run"),
     ("",),
     ("lab", "lab.names", "lab.bridge"),
     ("lab.verify",),
@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Bottom first.  A name stands for a module, or for a package and all in it; "" is the public face, __init__.py.  The
 kernels that an operation brings stand in its room, and import the parts of the others.  The public functions of a head
-stand in linear/__init__.py.
+stand in linear/__init__.py, those of sampling in sampling/__init__.py and run.py.
 
 Nothing that users import stands above `lab`, which measures it; only the command line imports `lab`.
 """

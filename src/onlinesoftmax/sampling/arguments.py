@@ -31,6 +31,7 @@ class Logits(NamedTuple):
         dim: Dimension of the tokens, counted from 0.
         options: Score options.
         rows: Shape of the logits without that dimension.
+        tokens: Number of tokens of a row, of which the logits may hold a part.
     """
 
     name: str
@@ -38,12 +39,23 @@ class Logits(NamedTuple):
     dim: int
     options: ScoreOptions
     rows: tuple[int, ...]
+    tokens: int
 
 
 def checked_logits(
     name: str, logits: Any, dim: Any, scale: Any, softcap: Any, bias: Any, mask: Any, argument: str = "logits"
 ) -> Logits:
     """The logits and their score options; `argument` is the name of the logits."""
+    found = checked_part(name, logits, dim, scale, softcap, bias, mask, argument)
+    if not found.tokens:
+        raise ValueError(f"{name}(): {argument} has no tokens, its shape is {tuple(logits.shape)}")
+    return found
+
+
+def checked_part(
+    name: str, logits: Any, dim: Any, scale: Any, softcap: Any, bias: Any, mask: Any, argument: str
+) -> Logits:
+    """The logits and their score options, if other processes may have more tokens of each row; there may be none."""
     caller = f"{name}()"
     TORCH.check_array(caller, argument, logits)
     if type(logits).__name__ == "DTensor":
@@ -51,12 +63,10 @@ def checked_logits(
     if not logits.is_floating_point():
         raise NotImplementedError(f"{caller}: {argument} must be floating point, got {logits.dtype}")
     axis = checked_dim(name, dim, logits.dim())
-    if not logits.dim() or not logits.shape[axis]:
-        raise ValueError(f"{caller}: {argument} has no tokens, its shape is {tuple(logits.shape)}")
     options = checked_options(name, scale, softcap, bias, mask, False, "nan")
     check_options(TORCH, Call(OPERATIONS["softmax"], logits, Settings(axis), options, None))
     rows = (*logits.shape[:axis], *logits.shape[axis + 1 :])
-    return Logits(name, logits, axis, options or ScoreOptions(), rows)
+    return Logits(name, logits, axis, options or ScoreOptions(), rows, logits.shape[axis] if logits.dim() else 0)
 
 
 def checked_of_rows(logits: Logits, argument: str, value: Any, dtype: torch.dtype, low: float, high: float) -> Tensor:
@@ -100,7 +110,7 @@ def checked_choice(name: str, argument: str, value: Any, choices: tuple[str, ...
 
 def checked_count(logits: Logits, argument: str, value: Any, low: int) -> int:
     """A number of tokens, at most those of a row."""
-    name, tokens = logits.name, logits.x.shape[logits.dim]
+    name, tokens = logits.name, logits.tokens
     number: int = checked_number(name, argument, value, int)
     if not low <= number <= tokens:
         raise ValueError(f"{name}(): {argument} must be from {low} to the {tokens} tokens of a row, got {value}")
@@ -109,7 +119,7 @@ def checked_count(logits: Logits, argument: str, value: Any, low: int) -> int:
 
 def checked_parameters(logits: Logits, temperature: Any, top_k: Any, top_p: Any, min_p: Any, ties: Any) -> Parameters:
     """Temperature and filters of the rows.  A number that filters nothing is no filter."""
-    of_rows, tokens = partial(checked_of_rows, logits), logits.x.shape[logits.dim]
+    of_rows, tokens = partial(checked_of_rows, logits), logits.tokens
     if tokens > MOST_TOKENS:
         raise ValueError(f"{logits.name}(): rows have {tokens} tokens, and may have {MOST_TOKENS}")
     # A float32 number makes the products with the noise exact.

@@ -15,6 +15,7 @@ import torch
 from ..core.options import LARGEST_FLOAT32
 from .masses import MASS_BITS, POWER_OF_TWO
 from .order import largest
+from .results import Sampled
 
 Tensor = torch.Tensor
 
@@ -77,30 +78,56 @@ class Distribution(NamedTuple):
 
 def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
     """The distribution of each row of scores (rows, columns)."""
-    temperature = given.temperature.double().unsqueeze(1)
     m = scores.amax(1, keepdim=True).double()
-    valid, greedy = (m > -torch.inf) & (temperature >= 0) & (temperature < torch.inf), temperature == 0
-    for p in (given.top_p, given.min_p):
-        valid = valid if p is None else valid & ~p.isnan().unsqueeze(1)
-    temperature = temperature.masked_fill(greedy, 1.0)
+    temperature, greedy, valid = constants_of(m, given)
     columns = torch.arange(scores.shape[1], device=scores.device).unsqueeze(0)
     if given.filters:
         tokens = largest(scores, scores.shape[1])
         scores = scores.gather(1, tokens)
     else:
         tokens = columns.expand_as(scores)
-    # The difference of two infinite scores would be NaN.
-    z = torch.where(scores == m, 0.0, scores - m)
-    wide = scores.dtype == torch.float64
+    z, wide = below(scores, m), scores.dtype == torch.float64
     masses, kept = masses_of(z, temperature, wide), z > -torch.inf
     if given.filters:
         kept = columns < _number_kept(scores, masses, kept.sum(1, keepdim=True), given)
-    if given.min_p is not None:
-        kept = kept & (z >= temperature * given.min_p.clamp(max=1.0).log().unsqueeze(1))
+    kept = kept & reaches_min_p(z, temperature, given)
     # torch.argmax gives the first of equal scores.
     kept = torch.where(greedy, columns == z.argmax(1, keepdim=True), kept)
-    log_sum = log_sum_of(z / temperature, kept) if wide else log_of(masses.where(kept, 0))
+    log_sum = log_sum_of(z / temperature, kept) if wide else log_of(masses.where(kept, 0).sum(1, keepdim=True))
     return Distribution(tokens, z, kept, m, temperature, log_sum, valid)
+
+
+def constants_of(m: Tensor, given: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+    """(temperature, 1 in greedy rows; greedy; valid) of each row with the largest score m, all (rows, 1)."""
+    temperature = given.temperature.double().unsqueeze(1)
+    valid, greedy = (m > -torch.inf) & (temperature >= 0) & (temperature < torch.inf), temperature == 0
+    for p in (given.top_p, given.min_p):
+        valid = valid if p is None else valid & ~p.isnan().unsqueeze(1)
+    return temperature.masked_fill(greedy, 1.0), greedy, valid
+
+
+def below(scores: Tensor, m: Tensor) -> Tensor:
+    """Scores less the largest, float64."""
+    # The difference of two infinite scores would be NaN.
+    return torch.where(scores == m, 0.0, scores - m)
+
+
+def reaches_min_p(z: Tensor, temperature: Tensor, given: Parameters) -> Tensor:
+    """True for the scores, less the largest, that min_p keeps."""
+    if given.min_p is None:
+        return torch.ones_like(z, dtype=torch.bool)
+    return z >= temperature * given.min_p.clamp(max=1.0).log().unsqueeze(1)
+
+
+def number_of(top_k: Tensor, finite: Tensor) -> Tensor:
+    """How many of so many tokens top_k keeps, ties apart, (rows, 1)."""
+    k = top_k.unsqueeze(1)
+    return torch.where(k > 0, torch.minimum(k, finite), finite)
+
+
+def mass_of(top_p: Tensor, total: Tensor) -> Tensor:
+    """The mass that the tokens which top_p keeps have to reach, of the whole mass, (rows, 1)."""
+    return torch.minimum((top_p.unsqueeze(1) * total).ceil().long(), total)
 
 
 def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
@@ -126,14 +153,34 @@ def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
     return masses.round().nan_to_num(0.0).long()
 
 
-def log_of(masses: Tensor) -> Tensor:
-    """Logarithm of the sum of the masses of each row, (rows, 1) float64."""
-    return masses.sum(1, keepdim=True).double().log() - MASS_BITS * math.log(2.0)
+def log_of(mass: Tensor) -> Tensor:
+    """Logarithm of a mass, float64."""
+    return mass.double().log() - MASS_BITS * math.log(2.0)
 
 
 def log_sum_of(z: Tensor, kept: Tensor) -> Tensor:
     """Logarithm of the sum of exp(z) over the kept tokens of each row, with the accuracy of float64."""
     return z.masked_fill(~kept, -torch.inf).logsumexp(1, keepdim=True)
+
+
+def sampled_of(found: Distribution, columns: Tensor, kept: Tensor, dtype: torch.dtype) -> Sampled:
+    """The results of rows.
+
+    Args:
+        found: The distribution that log-probabilities refer to.
+        columns: Columns of the sampled token and of the largest scores in its `tokens`, (rows, 1 + n).
+        kept: Number of tokens that could be sampled, (rows, 1).
+        dtype: Dtype of the log-probabilities.
+    """
+    tokens = found.tokens.gather(1, columns)
+    # -inf for a token that is not kept.
+    logprobs = found.z.gather(1, columns) / found.temperature - found.log_sum
+    logprobs = logprobs.masked_fill(~found.kept.gather(1, columns), -torch.inf)
+    lse = found.m / found.temperature + found.log_sum
+    tokens, kept = (t.masked_fill(~found.valid, 0) for t in (tokens, kept))
+    logprobs, lse = (t.masked_fill(~found.valid, torch.nan).to(dtype) for t in (logprobs, lse))
+    rows = (t.squeeze(1) for t in (tokens[:, :1], logprobs[:, :1], lse, kept, found.valid))
+    return Sampled(*rows, *(t[:, 1:] if columns.shape[1] > 1 else None for t in (tokens, logprobs)))
 
 
 def _number_kept(scores: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -> Tensor:
@@ -147,14 +194,12 @@ def _number_kept(scores: Tensor, masses: Tensor, finite: Tensor, given: Paramete
     """
     number = finite
     if given.top_k is not None:
-        k = given.top_k.unsqueeze(1)
-        number = _with_ties(scores, torch.where(k > 0, torch.minimum(k, finite), finite), given.first)
+        number = _with_ties(scores, number_of(given.top_k, finite), given.first)
     if given.top_p is not None:
-        p, sums = given.top_p.unsqueeze(1), masses.cumsum(1)
-        total = sums.gather(1, (number - 1).clamp(min=0))
-        wanted = torch.minimum((p * total).ceil().long(), total)
+        sums = masses.cumsum(1)
+        wanted = mass_of(given.top_p, sums.gather(1, (number - 1).clamp(min=0)))
         smallest = torch.minimum((sums < wanted).sum(1, keepdim=True) + 1, number)
-        number = torch.where(p < 1, _with_ties(scores, smallest, given.first), number)
+        number = torch.where(given.top_p.unsqueeze(1) < 1, _with_ties(scores, smallest, given.first), number)
     return number
 
 

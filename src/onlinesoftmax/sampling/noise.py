@@ -19,8 +19,8 @@ from .philox import GRID, LOW, SAMPLE, philox
 Tensor = torch.Tensor
 
 
-def gumbel(seed: Tensor, offset: Tensor, tokens: int, stream: int = SAMPLE) -> Tensor:
-    """The noise of the tokens 0 to `tokens` - 1 of each row, (rows, tokens) float64.
+def gumbel(seed: Tensor, offset: Tensor, tokens: int, stream: int = SAMPLE, first: int = 0) -> Tensor:
+    """The noise of the tokens `first` to `first` + `tokens` - 1 of each row, (rows, tokens) float64.
 
     Each is -log(-log(u)) for a uniform u, rounded to a multiple of 2^-24, from -3.1 to 22.9.  The product of such a
     number and a float32 temperature is exact in float64.  So a device that rounds it and one that fuses it with an
@@ -31,13 +31,14 @@ def gumbel(seed: Tensor, offset: Tensor, tokens: int, stream: int = SAMPLE) -> T
         seed, offset: (rows,) int64.
         tokens: Number of tokens.
         stream: Use of the noise.
+        first: The first token id.
     """
-    return (-(-uniform(seed, offset, tokens, stream).log()).log() * GRID).round() / GRID
+    return (-(-uniform(seed, offset, tokens, stream, first).log()).log() * GRID).round() / GRID
 
 
-def uniform(seed: Tensor, offset: Tensor, tokens: int, stream: int) -> Tensor:
+def uniform(seed: Tensor, offset: Tensor, tokens: int, stream: int, first: int = 0) -> Tensor:
     """The numbers (bits + 1/2) / 2^32 of the tokens of each row, between 0 and 1, float64; arguments as of `gumbel`."""
-    blocks = torch.arange(-(-tokens // 4), device=seed.device)
+    blocks = torch.arange(first // 4, -(-(first + tokens) // 4), device=seed.device)
     (seed_low, seed_high), (low, high) = ((t & LOW, t >> 32 & LOW) for t in (seed.unsqueeze(1), offset.unsqueeze(1)))
     words = philox((blocks, low, high, torch.full_like(low, stream)), (seed_low, seed_high))
-    return (torch.stack(words, -1).flatten(1)[:, :tokens].double() + 0.5) * 2.0**-32
+    return (torch.stack(words, -1).flatten(1)[:, first % 4 :][:, :tokens].double() + 0.5) * 2.0**-32

@@ -22,15 +22,25 @@ def largest(z: Tensor, k: int) -> Tensor:
     if z.dtype == torch.float64 or columns > _LOW or k == columns:
         return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
     # torch.topk promises no order of equal numbers.  A score and its column in one integer are never equal to others.
-    keys = (_ordered(z).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
+    keys = (ordered(z).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
     return _LOW - (keys.topk(k, -1).values & _LOW)
 
 
-def _ordered(z: Tensor) -> Tensor:
-    """int32 numbers in the order of float32 scores: 0 equals -0, and NaN is above all."""
-    bits = (z + 0.0).masked_fill(z.isnan(), torch.nan).view(torch.int32)
-    # The bits of a negative number grow with its magnitude.
-    return bits ^ (bits >> 31 & 0x7FFFFFFF)
+def ordered(z: Tensor) -> Tensor:
+    """Integers in the order of the scores, int32 for float32 and int64 for float64: 0 equals -0, NaN is above all."""
+    bits = torch.int64 if z.dtype == torch.float64 else torch.int32
+    return _turned((z + 0.0).masked_fill(z.isnan(), torch.nan).view(bits))
+
+
+def scores_in_order(keys: Tensor) -> Tensor:
+    """The scores whose `ordered` integers these are."""
+    return _turned(keys).view(torch.float64 if keys.dtype == torch.int64 else torch.float32)
+
+
+def _turned(bits: Tensor) -> Tensor:
+    """The bits of a negative number grow with its magnitude: all but the sign turned.  Its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ (bits >> limits.bits - 1 & limits.max)
 
 
 def rank_of(z: Tensor, target: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from .arguments import LARGEST_INT64, Logits
-from .distribution import Distribution, Parameters, distribution_of, log_of, log_sum_of, masses_of
+from .distribution import Distribution, Parameters, distribution_of, log_of, log_sum_of, masses_of, sampled_of
 from .noise import gumbel
 from .order import largest, rank_of
 from .results import Sampled, TopLogprobs, Verified
@@ -83,12 +83,7 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     # With a filter, the tokens are in the order of their scores already.
     best = torch.arange(top, device=scores.device).expand(len(scores), top)
     columns = torch.cat([column, best if parameters.filters else largest(scores, top)], 1)
-    tokens = found.tokens.gather(1, columns)
-    tokens, kept = (t.masked_fill(~found.valid, 0) for t in (tokens, kept))
-    lse = found.m / found.temperature + found.log_sum
-    logprobs, lse = (t.masked_fill(~found.valid, torch.nan).to(scores.dtype) for t in (_logprobs(found, columns), lse))
-    rows = (t.squeeze(1) for t in (tokens[:, :1], logprobs[:, :1], lse, kept, found.valid))
-    return Sampled(*rows, *(t[:, 1:] if top else None for t in (tokens, logprobs)))
+    return sampled_of(found, columns, kept, scores.dtype)
 
 
 def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
@@ -155,11 +150,5 @@ def _rows(x: Tensor, dim: int) -> Tensor:
 def _without_filters(found: Distribution, wide: bool) -> Distribution:
     """The distribution of all tokens at the temperature 1; `wide` as for `masses_of`."""
     one, kept = torch.ones_like(found.temperature), torch.ones_like(found.kept)
-    log_sum = log_sum_of(found.z, kept) if wide else log_of(masses_of(found.z, one, False))
+    log_sum = log_sum_of(found.z, kept) if wide else log_of(masses_of(found.z, one, False).sum(1, keepdim=True))
     return found._replace(temperature=one, kept=kept, log_sum=log_sum)
-
-
-def _logprobs(found: Distribution, columns: Tensor) -> Tensor:
-    """Logarithms of the probabilities of the tokens in some columns of each row; -inf for a token that is not kept."""
-    logprobs = found.z.gather(1, columns) / found.temperature - found.log_sum
-    return logprobs.masked_fill(~found.kept.gather(1, columns), -torch.inf)
