@@ -71,7 +71,7 @@ def sample(
             The values of tensors are not read.
 
     Source:
-        Gumbel noise: Maddison, Tarlow and Minka, "A* Sampling", 2014; its generator is Philox4x32-10.
+        Gumbel noise: Maddison, Tarlow and Minka, "A* Sampling", 2014; its generator is Philox4x32-7.
 
     Example:
         >>> import torch

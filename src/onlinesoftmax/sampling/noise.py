@@ -1,7 +1,7 @@
 """Gumbel noise of a token from (seed, offset, token id), by a counter-based generator, and not from the row's index.
 
 So the same row gets the same token in every batch and on every device, and a token keeps its noise when others are
-filtered out.  The generator is Philox4x32-10 (philox.py):
+filtered out.  The generator is Philox4x32-7 (philox.py):
 
     counter  (token id / 4, low half of offset, high half of offset, stream)
     key      (low half of seed, high half of seed)

@@ -1,12 +1,12 @@
 // The noise of a token, as noise.py makes it, and the token with the largest key.
 
-// The four words of Philox4x32-10 for four adjacent tokens.
+// The four words of the generator in philox.py for four adjacent tokens.
 struct Words { unsigned of[4]; };
 __device__ inline Words philox(unsigned block, uint64 offset, uint64 seed) {
     unsigned a = block, b = unsigned(offset), c = unsigned(offset >> 32), d = 0;
     unsigned low = unsigned(seed), high = unsigned(seed >> 32);
 #pragma unroll
-    for (int i = 0; i < 10; ++i) {
+    for (int i = 0; i < ROUNDS; ++i) {
         const uint64 of_a = uint64(a) * 0xD2511F53u, of_c = uint64(c) * 0xCD9E8D57u;
         a = unsigned(of_c >> 32) ^ b ^ low, b = unsigned(of_c), c = unsigned(of_a >> 32) ^ d ^ high, d = unsigned(of_a);
         low += 0x9E3779B9u, high += 0xBB67AE85u;

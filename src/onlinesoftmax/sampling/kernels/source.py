@@ -12,6 +12,7 @@ from ...core.task import ITEMSIZE
 from ...kernels import cuda
 from ...kernels.cuda.source import declarations, program, typed
 from ..masses import MASS_BITS, POWER_OF_TWO
+from ..philox import ROUNDS
 
 NAME = "sample_kernel"
 
@@ -91,7 +92,7 @@ def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers = {
         "THREADS": THREADS, "CLUSTER": shape.cluster, "VECTOR": 16 // ITEMSIZE[shape.dtype], "MOST_TOP": MOST_TOP,
-        "MASS_BITS": MASS_BITS, "FILTERS": shape.filters, "ALIGNED": shape.aligned,
+        "MASS_BITS": MASS_BITS, "ROUNDS": ROUNDS, "FILTERS": shape.filters, "ALIGNED": shape.aligned,
     }  # fmt: skip
     floats = {f"POWER_{i}": float(c) for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
     doubles = {"LOG2_E": math.log2(math.e), "LOG_2": math.log(2.0)}
