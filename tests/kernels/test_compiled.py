@@ -149,8 +149,9 @@ def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, ar
     from onlinesoftmax.kernels.cuda.compile import build, usage
     from onlinesoftmax.kernels.cuda.multiply import THREADS, source
 
-    for factor in {dtype, "float64" if dtype == "float64" else "float32"}:
-        _, log, _ = build(source(dtype, factor), arch)
+    wide = "float64" if dtype == "float64" else "float32"
+    for out, factor in {(dtype, dtype), (dtype, wide), ("bfloat16", wide)}:
+        _, log, _ = build(source(dtype, out, factor), arch)
         found = usage(log)
         # A block fits beside blocks of another kernel that still run.
         assert found["registers"] * THREADS <= 40 * 1024

@@ -218,16 +218,20 @@ def test_a_gradient_for_each_row_by_vmap() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("factor", [1.0, -2.5])
-def test_a_gradient_is_multiplied_in_place(dtype: torch.dtype, factor: float) -> None:
+def test_a_gradient_is_multiplied(dtype: torch.dtype, factor: float) -> None:
     wide_dtype = torch.promote_types(dtype, torch.float32)
     for count in (1, 15, 4097, 70001):
         x = torch.randn(count + 8, dtype=torch.float64, device=DEVICE).to(dtype)
         want, before = (factor * x[:count].to(wide_dtype)).to(dtype), x.clone()
         backends = ("cuda", "triton") if GPU else ("triton",)
         for backend, factor_dtype in itertools.product(backends, {wide_dtype, dtype}):
-            y = before.clone()
-            registry.small_kernels(backend, "multiply").multiply(
-                y[:count], torch.tensor(factor, dtype=factor_dtype, device=DEVICE)
-            )
+            multiply = registry.small_kernels(backend, "multiply").multiply
+            y, number = before.clone(), torch.tensor(factor, dtype=factor_dtype, device=DEVICE)
+            multiply(y[:count], number, y[:count])
             torch.testing.assert_close(y[:count], want)
             assert torch.equal(y[count:], before[count:])
+            for other in {torch.float32} if dtype == torch.float64 else {torch.bfloat16, torch.float32} - {dtype}:
+                out = torch.full_like(before, torch.nan, dtype=other)
+                multiply(before[:count], number, out[:count])
+                torch.testing.assert_close(out[:count], (factor * x[:count].to(wide_dtype)).to(other))
+                assert out[count:].isnan().all()

@@ -139,9 +139,9 @@ class KnownFactor(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, keeps: bool) -> Tensor:
     """The product in a dtype; in the memory of the gradient where it has this dtype and nobody needs it again."""
-    if gradient.dtype != dtype:
-        return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
-    return scale_gradient(gradient.clone() if keeps else gradient, factor) if gradient.numel() else gradient
+    if not gradient.numel():
+        return gradient.to(dtype)
+    return scale_gradient(gradient.clone() if keeps and gradient.dtype == dtype else gradient, factor, dtype)
 
 
 class LaterFactor(torch.autograd.Function):

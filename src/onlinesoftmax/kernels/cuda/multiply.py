@@ -1,4 +1,4 @@
-"""The launch of multiply.cuh: a gradient times one number on the device, in place, and nothing where that is 1."""
+"""The launch of multiply.cuh: a gradient times one number on the device, in place or into another dtype."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ One such block fills a multiprocessor.  More threads would take longer to launch
 NAME = "multiply_kernel"
 
 
-def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply x in place.
+def multiply(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+    """Write x · factor to `out`, which may be x itself; then nothing is read or written where the factor is 1.
 
     Args:
         x: Contiguous tensor on a GPU whose first element lies on 16 bytes.
         factor: Floating-point tensor of one element on the same GPU.
+        out: x, or another tensor of its shape, as contiguous and aligned.
     """
     index = x.get_device()
-    most, pool = _prepared(x.dtype, factor.dtype, index)
+    most, pool = _prepared(x.dtype, out.dtype, factor.dtype, index)
     call = pool.take(index)
-    call.fields[0], call.fields[1], call.fields[2] = x.data_ptr(), factor.data_ptr(), x.numel()
+    call.fields[0], call.fields[1] = x.data_ptr(), out.data_ptr()
+    call.fields[2], call.fields[3] = factor.data_ptr(), x.numel()
     call.config.grid[0] = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
     driver.launch(call, index, "launching multiply_kernel")
@@ -38,20 +40,20 @@ def multiply(x: torch.Tensor, factor: torch.Tensor) -> None:
 
 
 @cache
-def _prepared(dtype: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.ArgumentPool]:
+def _prepared(dtype: torch.dtype, out: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.ArgumentPool]:
     """(blocks that fill the device, arguments of launches)."""
-    text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, factor)))
+    text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, out, factor)))
 
     def new_call(index: int) -> driver.Arguments:
         config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
-        return driver.Arguments(bytes(24), config, loaded(text_of_kernel, NAME, index, 0, 1))
+        return driver.Arguments(bytes(32), config, loaded(text_of_kernel, NAME, index, 0, 1))
 
     return torch.cuda.get_device_properties(index).multi_processor_count, driver.ArgumentPool(new_call)
 
 
 @cache
-def source(dtype: str, factor: str) -> str:
-    """The source of the kernel for the dtypes of a gradient and its factor."""
-    types = {"T": dtype, "ACC": "float64" if dtype == "float64" else "float32", "FACTOR": factor}
+def source(dtype: str, out: str, factor: str) -> str:
+    """The source of the kernel for the dtypes of a gradient, the result and the factor."""
+    types = {"T": dtype, "OUT": out, "ACC": "float64" if dtype == "float64" else "float32", "FACTOR": factor}
     numbers = {"THREADS": THREADS, "BATCH": BATCH, "VECTOR": 16 // ITEMSIZE[dtype]}
     return program(declarations(types, typed(numbers)), "pass/multiply")
