@@ -23,7 +23,7 @@ from heads import (
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.linear import plans, rows
+from onlinesoftmax.linear import plans, products, rows
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -165,9 +165,14 @@ def test_a_module_holds_the_head_as_pytorch_does() -> None:
 
 
 @pytest.mark.skipif(GPU, reason="without a GPU, Triton's interpreter runs the kernels")
+@pytest.mark.parametrize("split", [False, True], ids=["whole products", "the last class apart"])
 @pytest.mark.parametrize("plan", MEMORY)
-def test_kernels_on_chunks(plan: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of a chunk is written over its logits."""
+def test_kernels_on_chunks(plan: str, split: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of a chunk is written over its logits; products are split as on a GPU."""
+    if split:
+        monkeypatch.setattr(products, "has_fast_sizes", lambda _: True)
+        monkeypatch.setattr(products, "FEWEST_CLASSES", 3)
+        monkeypatch.setattr(products, "row_bytes", lambda classes, itemsize: 16 * itemsize)
     monkeypatch.setattr(rows, "why_not_kernels", lambda *_: None)
     monkeypatch.setattr(rows, "CHOICE", Choice("triton"))
     x, w, b, target = head()

@@ -16,8 +16,8 @@ from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import is_class
 from .arguments import check_gradients
 from .plans import LinearPlan
-from .products import add_product, logits_of, without
-from .rows import Statistics, gradient, statistics
+from .products import add_input_gradient, add_weight_gradient, input_gradient, logits_memory, logits_of, without
+from .rows import Read, Statistics, finished, gradient, incoming, read
 from .sharing import Sharing
 
 Tensor = torch.Tensor
@@ -40,58 +40,90 @@ class Way(NamedTuple):
     sharing: Sharing | None = None
 
 
-def merged(a: Statistics, b: Statistics, b_has_target: Tensor) -> Statistics:
-    """The statistics of two slices of rows; the logarithm is that of the slice that has the target.
+MERGED_AT_ONCE = 16
+"""Chunks whose statistics are merged by the same operations: few launches, and little memory for many tokens."""
+
+
+def _merged(found: list[Read], inside: list[Tensor]) -> Statistics:
+    """The statistics of rows from what was read of their slices.
 
     With the parts w of the whole sum, the entropy is the sum of w · (entropy of the slice - log w).
+
+    Args:
+        found: What was read of each slice.
+        inside: For each slice, True where it has the target of the row.  The logarithm of a row without one is NaN.
     """
-    lse = torch.logaddexp(a.lse, b.lse)
-    entropy, logs = torch.zeros_like(lse), []
-    for one in (a, b):
-        log_w = torch.where(one.lse == lse, torch.zeros_like(lse), one.lse - lse)
-        w = log_w.exp()
-        # A slice of -inf has no entropy, and no part of the sum.
-        entropy = entropy + torch.where(w == 0, 0.0, w * (one.entropy - log_w))
-        logs.append(one.logprob + log_w)
-    return Statistics(torch.where(b_has_target, logs[1], logs[0]), entropy, lse)
+    slices, has_target = finished(Read(*map(torch.stack, zip(*found, strict=True)))), torch.stack(inside)
+    lse = slices.lse.logsumexp(0)
+    log_w = torch.where(slices.lse == lse, 0.0, slices.lse - lse)
+    w = log_w.exp()
+    # A slice of -inf has no entropy, and no part of the sum.
+    entropy = torch.where(w == 0, 0.0, w * (slices.entropy - log_w)).sum(0)
+    # A slice of -inf has no softmax of its own, but its classes have the probability 0 in the whole row.
+    logprob = torch.where(slices.lse == -torch.inf, -torch.inf, slices.logprob + log_w)
+    logprob = torch.where(has_target, logprob, 0.0).sum(0).masked_fill(~has_target.any(0), torch.nan)
+    return Statistics(logprob, entropy, lse)
 
 
-def _local(target: Tensor, first: int, end: int) -> Tensor:
-    """The targets counted from the first column of a chunk; -1 where they are in none of its columns."""
-    return torch.where((target >= first) & (target < end), target - first, -1)
+def _as_read(found: Statistics) -> Read:
+    return Read(found.logprob, found.entropy, found.lse, torch.ones_like(found.lse))
 
 
-def _columns_at_once(plan: LinearPlan, classes: int) -> int:
-    return max(min(plan.chunk, classes) if plan.name == "columns" else classes, 1)
+def _nothing_read(like: Tensor, dtype: torch.dtype) -> Read:
+    """What is read of rows without columns."""
+    zeros = torch.zeros(like.shape, dtype=dtype, device=like.device)
+    return Read(zeros + torch.nan, zeros, zeros.double() - torch.inf, zeros + 1)
 
 
-def _of_no_columns(target: Tensor, dtype: torch.dtype) -> Statistics:
-    zeros = torch.zeros(target.shape, dtype=dtype, device=target.device)
-    return Statistics(zeros + torch.nan, zeros, zeros.double() - torch.inf)
+class Chunks(NamedTuple):
+    """The chunks of columns of a call, and where the targets lie.
+
+    Attributes:
+        parts: Columns of each chunk; one chunk without columns where there are no classes.
+        size: Most columns of a chunk.
+        chunk, column: Chunk of each target, -1 if it is no class, and its column in the chunk.
+    """
+
+    parts: list[slice]
+    size: int
+    chunk: Tensor
+    column: Tensor
+
+    def targets(self, i: int) -> tuple[Tensor, Tensor]:
+        """(True where a target is in chunk i, its column there or -1)."""
+        inside = self.chunk == i
+        return inside, self.column.where(inside, -1)
+
+
+def chunks_of(plan: LinearPlan, classes: int, target: Tensor) -> Chunks:
+    """The chunks of a plan for some classes, of which `target` has numbers from 0 on, or others for no class."""
+    size = min(plan.chunk, classes) if plan.name == "columns" else classes
+    step = max(size, 1)
+    parts = [slice(first, min(first + step, classes)) for first in range(0, max(classes, 1), step)]
+    chunk = torch.where(is_class(target, classes), target // step, -1)
+    return Chunks(parts, size, chunk, target % step)
 
 
 def statistics_of(way: Way, inputs: Inputs, target: Tensor) -> tuple[Statistics, Tensor]:
     """The statistics of each token, and the logits of the last chunk, which are all logits with the plan `stored`."""
     (plan, options, sharing), (x, weight, bias) = way, inputs
-    classes, found, whole_target, wide = len(weight), None, target, accumulator_of(x.dtype, x.dtype)
-    target = target if sharing is None else sharing.local(target)
-    size = _columns_at_once(plan, classes)
-    memory = torch.empty(len(x) * size, dtype=x.dtype, device=x.device)
-    z = memory.view(len(x), size)
-    for first in range(0, classes, size):
-        end = min(first + size, classes)
-        z = memory[: len(x) * (end - first)].view(len(x), end - first)
-        logits_of(x, weight[first:end], None if bias is None else bias[first:end], z)
-        local = _local(target, first, end)
-        one = statistics(z, local, options)
-        if size < classes or sharing is not None:
-            # A slice of -inf has no softmax of its own, but its classes have the probability 0 in the whole row.
-            one = one._replace(logprob=one.logprob.masked_fill((local >= 0) & (one.lse == -torch.inf), -torch.inf))
-        found = one if found is None else merged(found, one, local >= 0)
-    if found is None:
-        found = _of_no_columns(target, wide)
+    whole_target, wide = target, accumulator_of(x.dtype, x.dtype)
+    chunks = chunks_of(plan, len(weight), target if sharing is None else sharing.local(target))
+    z, slices, inside = logits_memory(len(x), chunks.size, x), [], []
+    memory = z
+    for i, part in enumerate(chunks.parts):
+        has_target, local = chunks.targets(i)
+        z = memory[:, : part.stop - part.start]
+        logits_of(x, weight[part], None if bias is None else bias[part], z)
+        slices.append(read(z, local, options) if len(weight) else _nothing_read(local, wide))
+        inside.append(has_target)
+        if len(slices) == MERGED_AT_ONCE and part.stop < len(weight):
+            slices, inside = [_as_read(_merged(slices, inside))], [torch.stack(inside).any(0)]
+    found = finished(slices[0]) if len(slices) == 1 and sharing is None else _merged(slices, inside)
     if sharing is not None:
-        found = sharing.merged(found, whole_target)
+        found = sharing.merged(
+            found._replace(logprob=found.logprob.to(wide), entropy=found.entropy.to(wide)), whole_target
+        )
     # Rounding can put a logarithm above 0.  A row whose sum is 0 or infinite has no probabilities.
     logprob = found.logprob.clamp(max=0.0).masked_fill(found.lse.isinf(), torch.nan)
     return Statistics(logprob.to(wide), found.entropy.to(wide), found.lse), z
@@ -130,30 +162,29 @@ def gradients_of(
     valid = without(x, skipped, result if one_product or apart else None) if of_weight else x
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else None
     db = torch.empty(classes, dtype=wide, device=x.device) if of_bias else None
-    size, in_place = _columns_at_once(plan, classes), logits is not None and plan.name == "stored"
-    memory = logits.view(-1) if logits is not None and in_place else x.new_empty(len(x) * size)
+    chunks, in_place = chunks_of(plan, classes, target), logits is not None and plan.name == "stored"
+    memory = logits if logits is not None and in_place else logits_memory(len(x), chunks.size, x)
+    of_others, beside = dlse - dlogprob, incoming(known, dlogprob, dentropy)
     finish = None if dx is None or classes else _in_dtype(dx.zero_(), x, sharing, result)
-    for first in range(0, classes, size):
-        end = min(first + size, classes)
-        z = memory[: len(x) * (end - first)].view(len(x), end - first)
+    for i, part in enumerate(chunks.parts if classes else ()):
+        z, first = memory[:, : part.stop - part.start], part.start == 0
         if logits is None:
-            logits_of(x, weight[first:end], None if bias is None else bias[first:end], z)
+            logits_of(x, weight[part], None if bias is None else bias[part], z)
         elif not in_place:
-            z.copy_(logits[:, first:end])
-        local = _local(target, first, end)
-        of_sum = torch.where(local < 0, dlse - dlogprob, dlse)
-        dz = gradient(z, local, known, dlogprob, dentropy, of_sum, options)
+            z.copy_(logits[:, part])
+        inside, local = chunks.targets(i)
+        dz = gradient(z, local, torch.where(inside, dlse, of_others), beside, options)
         if dx is not None and not one_product:
-            add_product(dx, dz, weight[first:end], first == 0)
-        if dx is not None and end == classes:
+            add_input_gradient(dx, dz, weight[part], first)
+        if dx is not None and part.stop == classes:
             # A sum over processes travels during the last product.
             finish = _in_dtype(dx, x, sharing, result)
         if dw is not None:
-            torch.mm(dz.t(), valid, out=dw[first:end])
+            add_weight_gradient(dw[part], dz, valid, True)
         if dx is not None and one_product:
-            torch.mm(dz, weight, out=dx)
+            input_gradient(dz, weight, dx)
         if db is not None:
-            torch.sum(dz, 0, dtype=wide, out=db[first:end])
+            torch.sum(dz, 0, dtype=wide, out=db[part])
     return None if finish is None else finish(), dw, None if db is None else db.to(weight.dtype)
 
 

@@ -37,6 +37,9 @@ FEWEST_COLUMNS = 256
 TOKEN_TILE, COLUMN_TILE = 128, 64
 """Tokens and columns of a tile of a product."""
 
+FEWEST_CLASSES, ROW_BYTES = 1024, 128
+"""From so many classes on, rows of logits that do not fill 16 bytes take a multiple of so many, for fast products."""
+
 FEWEST_TOKENS = 1024
 """Fewest tokens of a chunk with a float32 sum of 16-bit products; with fewer, columns are faster.
 
@@ -116,7 +119,7 @@ class LinearProblem(NamedTuple):
     @property
     def logits_bytes(self) -> int:
         """Bytes of the logits of all tokens."""
-        return self.tokens * self.classes * self.itemsize
+        return self.tokens * row_bytes(self.classes, self.itemsize)
 
     @property
     def result_bytes(self) -> int:
@@ -189,6 +192,12 @@ FUNCTIONS = {
     "linear_token_loss": Function(None, False, ("tokens",), ("mean", "sum")),
 }
 """The functions by name."""
+
+
+def row_bytes(classes: int, itemsize: int) -> int:
+    """Bytes from one row of logits to the next."""
+    taken = classes * itemsize
+    return taken if taken % 16 == 0 or classes < FEWEST_CLASSES else _ceil(taken, ROW_BYTES) * ROW_BYTES
 
 
 def problem_of(
@@ -283,7 +292,8 @@ def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
     if "tokens" not in problem.cuts:
         return Candidate("tokens", None, "columns give the gradient of the weight without a float32 sum")
     tokens = max(problem.tokens, 1)
-    token_bytes = max(problem.classes * problem.itemsize + problem.copied_bytes + problem.travel_bytes, 1)
+    of_row = row_bytes(problem.classes, problem.itemsize)
+    token_bytes = max(of_row + problem.copied_bytes + problem.travel_bytes, 1)
     fits = _room(problem, memory, True) // token_bytes
     if fits < 1:
         beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""
@@ -313,7 +323,8 @@ def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
     # Rounding up to whole tiles may add one.
     chunks = _ceil(problem.classes, max(most // column_bytes - COLUMN_TILE, FEWEST_COLUMNS))
     chunk = min(problem.classes, _ceil(_ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
-    needed, products = chunk * column_bytes + beside, problem.products + problem.recorded
+    needed = problem.tokens * row_bytes(chunk, problem.itemsize) + beside
+    products = problem.products + problem.recorded
     plan = LinearPlan("columns", chunk, _ceil(problem.classes, chunk), products, needed, False, _why(problem))
     if memory is not None and needed > memory:
         reason = f"memory is {memory} bytes, and {chunk} columns of all tokens take {needed}"

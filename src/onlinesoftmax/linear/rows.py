@@ -80,40 +80,69 @@ def losses(
 
 def statistics(z: Tensor, target: Tensor, options: ScoreOptions | None) -> Statistics:
     """The statistics of the rows of some logits."""
+    return finished(read(z, target, options))
+
+
+class Read(NamedTuple):
+    """What one read of rows finds: (rows,) tensors, of which `finished` makes statistics.
+
+    The sum of a row is l · exp(m).
+    """
+
+    logprob: Tensor
+    entropy: Tensor
+    m: Tensor
+    l: Tensor
+
+
+def read(z: Tensor, target: Tensor, options: ScoreOptions | None) -> Read:
+    """The logarithms of the targets and the sums of the rows of some logits, by one launch where kernels run."""
     call = Call(TOKEN_LOGPROBS, z, Settings(1, None, False, CHOICE), options, None, {"target": target})
     if not _kernels_run(z, target):
         logprob, lse, entropy = loss_eager.log_probabilities(call, ("y", "lse", "entropy"), torch.float64)
-        return Statistics(logprob, entropy, lse)
+        return Read(logprob, entropy, lse, torch.ones_like(lse))
     logprob, m, l, entropy = outputs_of(call, ("y", "m", "l", "entropy"))
-    return Statistics(logprob, entropy, m + l.double().log())
+    return Read(logprob, entropy, m, l)
+
+
+def finished(found: Read) -> Statistics:
+    """The statistics of rows, or of several slices of each: tensors of any one shape."""
+    return Statistics(found.logprob, found.entropy, found.m + found.l.double().log())
+
+
+def incoming(known: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> dict[str, Tensor]:
+    """What every chunk of columns reads to make its gradient.
+
+    Args:
+        known: Statistics of whole rows.
+        dlogprob: Gradient of the target's logarithm; read where the target is in the chunk.
+        dentropy: Gradient of the entropy.
+    """
+    m = known.lse.to(dlogprob.dtype)
+    beside = {"dy": dlogprob, "m": m, "l": (known.lse - m).exp().to(m.dtype)}
+    return beside if dentropy is None else {**beside, "entropy": known.entropy, "dentropy": dentropy}
 
 
 def gradient(
-    z: Tensor, target: Tensor, known: Statistics, dlogprob: Tensor, dentropy: Tensor | None, dlse: Tensor,
-    options: ScoreOptions | None,
-) -> Tensor:  # fmt: skip
+    z: Tensor, target: Tensor, dlse: Tensor, beside: dict[str, Tensor], options: ScoreOptions | None
+) -> Tensor:
     """The gradient in the logits of a chunk, in their place where kernels run.
 
     Args:
         z: Logits of some columns of each row.
         target: Column of the target in the chunk; -1 where it is in none of its columns.
-        known: Statistics of whole rows.
-        dlogprob: Gradient of the target's logarithm; read where the target is in the chunk.
-        dentropy: Gradient of the entropy.
         dlse: Factor of the softmax: the gradient of lse, less that of logprob where the target lies in another chunk.
+        beside: What `incoming` returns.
         options: Scale and softcap.
     """
-    m = known.lse.to(dlogprob.dtype)
-    beside = {"target": target, "dy": dlogprob, "m": m, "l": (known.lse - m).exp().to(m.dtype), "dlse": dlse}
-    if dentropy is not None:
-        beside |= {"entropy": known.entropy, "dentropy": dentropy}
+    beside = {**beside, "target": target, "dlse": dlse}
     operation, settings = OPERATIONS[TOKEN_LOGPROBS.gradient_name], Settings(1, None, False, CHOICE)
     call = Call(operation, z, settings, options, None, beside)
     if _kernels_run(z, target):
         return outputs_of(call._replace(out=z), ("y",))[0]
     (dz,) = custom_op_eager.outputs_of(call, ("y",))
     # The formula multiplies NaN by 0 in a row without gradients; a kernel does not.
-    nothing = (dlogprob == 0) & (dlse == 0) & (True if dentropy is None else dentropy == 0)
+    nothing = (beside["dy"] == 0) & (dlse == 0) & ("dentropy" not in beside or beside["dentropy"] == 0)
     return dz.masked_fill(nothing.unsqueeze(1), 0.0)
 
 

@@ -227,7 +227,7 @@ def token_loss(
         dlse = zeros if dlse is None else dlse
         # Where another process has the target, the gradient of its logarithm is one of the sum alone.
         dlse = torch.where(local < 0, dlse - dlogprob, dlse)
-        return (losses,), rows.gradient(z, local, known, dlogprob, dentropy, dlse, of_tokens)
+        return (losses,), rows.gradient(z, local, dlse, rows.incoming(known, dlogprob, dentropy), of_tokens)
 
     work = Work(plan, of_chunk, ignored, records(head), sharing, sum_dtype)
     total = divided(whole(KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]), divisor)

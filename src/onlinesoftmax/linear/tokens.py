@@ -16,7 +16,7 @@ from ..torch.formulas import accumulator_of
 from ..torch.small_kernels import scale_gradient
 from .arguments import check_gradients
 from .plans import LinearPlan
-from .products import add_product, logits_of, without
+from .products import add_input_gradient, add_weight_gradient, input_gradient, logits_memory, logits_of, without
 from .sharing import Sharing
 
 Tensor = torch.Tensor
@@ -78,7 +78,7 @@ def run(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
     dw = torch.empty(classes, hidden, dtype=sum_dtype, device=x.device) if of_weight else None
     db = torch.zeros(classes, dtype=wide, device=x.device) if of_bias else None
-    memory = torch.empty(min(plan.chunk, tokens), classes, dtype=x.dtype, device=x.device)
+    memory = logits_memory(min(plan.chunk, tokens), classes, x)
     found, finish = [], cast(Callable[[], Any], _nothing)
     for first in range(0, tokens, plan.chunk):
         part = slice(first, min(first + plan.chunk, tokens))
@@ -89,16 +89,16 @@ def run(
         found.append(outputs)
         if dx is not None and sharing is not None:
             total = torch.empty(len(dz), hidden, dtype=wide, device=x.device)
-            add_product(total, dz, weight, True)
+            add_input_gradient(total, dz, weight, True)
             finish = sharing.summed(total, dx[part])
         if dw is not None:
             # The gradient of a skipped token is 0, but its input may be NaN.  The gradient of the input comes last, so
             # its memory can hold the input until then.
             free = None if dx is None or sharing is not None else dx[part]
             valid = without(x[part], None if skipped is None else skipped[part], free)
-            add_product(dw, dz.t(), valid, first == 0)
+            add_weight_gradient(dw, dz, valid, first == 0)
         if dx is not None and sharing is None:
-            torch.mm(dz, weight, out=dx[part])
+            input_gradient(dz, weight, dx[part])
         if db is not None:
             db += dz.sum(0, dtype=wide)
     finish()

@@ -150,7 +150,9 @@ def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype | None =
     out = gradient if dtype in (None, gradient.dtype) else torch.empty_like(gradient, dtype=dtype)
     # The kernel takes the elements in their order in memory, so the gradient may have any dense layout.
     dense = gradient.is_contiguous() or gradient.untyped_storage().nbytes() == gradient.nbytes
-    backend = backend_for(gradient) if dense and aligned(gradient) else None
+    # Triton's interpreter truncates where it should round.
+    rounds = out is gradient or gradient.is_cuda
+    backend = backend_for(gradient) if dense and rounds and aligned(gradient) else None
     if backend is None:
         return torch.mul(gradient, factor, out=out)
     multiply = registry.small_kernels(backend, "multiply").multiply

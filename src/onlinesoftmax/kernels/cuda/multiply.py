@@ -55,5 +55,5 @@ def _prepared(dtype: torch.dtype, out: torch.dtype, factor: torch.dtype, index: 
 def source(dtype: str, out: str, factor: str) -> str:
     """The source of the kernel for the dtypes of a gradient, the result and the factor."""
     types = {"T": dtype, "OUT": out, "ACC": "float64" if dtype == "float64" else "float32", "FACTOR": factor}
-    numbers = {"THREADS": THREADS, "BATCH": BATCH, "VECTOR": 16 // ITEMSIZE[dtype]}
+    numbers = {"THREADS": THREADS, "BATCH": BATCH, "VECTOR": 16 // max(ITEMSIZE[dtype], ITEMSIZE[out])}
     return program(declarations(types, typed(numbers)), "pass/multiply")

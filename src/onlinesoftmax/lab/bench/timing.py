@@ -65,10 +65,13 @@ class Flush(NamedTuple):
     Attributes:
         clean: Names of the calls before which the cache is left without dirty lines.
         least: Least number of flushes, for calls that take the host longer to queue than others.
+        before: A call before the flushes.  A GPU at its power limit runs slower after long products than after others,
+            so a product comes before calls that are compared with products.
     """
 
     clean: Collection[str] = ()
     least: int = 1
+    before: Call | None = None
 
 
 USUAL = Flush()
@@ -171,6 +174,8 @@ class CudaClock:
         events: dict[str, list[Events]] = {name: [] for name in calls}
         with quiet():
             for name in (name for names in rounds(counts) for name in names):
+                if flush.before is not None:
+                    flush.before()
                 events[name].append(self.timed(calls[name], flush.least, name in flush.clean, flushed_too))
             self._cuda.synchronize(self._device)
         return {name: elapsed_us(pairs) for name, pairs in events.items()}

@@ -1,6 +1,6 @@
 // Multiplies a gradient by one number on the device, in place or into another dtype.
 //
-// One block:  owns BATCH x THREADS chunks of 16 bytes, then advances by the size of the grid (a grid-stride loop).
+// One block:  owns BATCH x THREADS chunks of at most 16 bytes, then advances by the size of the grid (a grid-stride loop).
 // Chosen:     in the backward pass of a loss whose gradient the forward pass has written.
 // Bytes:      in place only the number if it is 1, as in `loss.backward()`; else one read and one write of the gradient.
 // Limits:     x and y are contiguous, and their first elements lie on 16 bytes.
