@@ -274,6 +274,7 @@ def token_logprobs(
     dim: int = -1,
     *,
     ignore_index: int | None = None,
+    support: tuple[A, A] | None = None,
     scale: Any = 1.0,
     softcap: float | None = None,
     mask: A | None = None,
@@ -294,18 +295,24 @@ def token_logprobs(
         dim: The dimension of the tokens, also counted from the end.
         ignore_index: An index whose logprob is 0 and has no gradient, as of padding; None where there is none.  The
             entropy and lse of its row are as those of any row.
+        support: (token_ids, offsets), the tokens that each row is restricted to, as `sample` returns those that it
+            kept: integers of shapes (rows * n) and (rows + 1).  Row i, in the order of `logits` without `dim`, has the
+            at most n distinct tokens token_ids[offsets[i] : offsets[i + 1]].  Logprob, entropy and lse are those of
+            their probabilities, made to add up to 1; the other logits are not read and have the gradient 0.
         scale: Factor of the logits, the inverse temperature: a number, or a tensor with one number per row, as for
             `softmax`, which gets no gradient.
         softcap: Soft bound on the magnitude of scale * logits: a positive number.
         mask: Boolean, broadcasts to the shape of `logits`: True for the tokens that the sampler could choose.
         entropy: Compute the entropy too.
-        check: Raise an error for an index that is out of range.  The call then waits for the GPU.
+        check: Raise an error for an index, or a token of the support, that is out of range, and for a row with more
+            than n tokens.  The call then waits for the GPU.
         batch_invariant, backend, strategy: As for `softmax`.
 
     Returns:
         The named tuple (logprob, entropy, lse): logprob in the shape of `index`, the others in that of the rows, in
         float32 (float64 for float64 logits).  The logprob is NaN where the index is no token, and -inf where the mask
-        excludes the token.
+        or the support excludes the token.  A row whose support is empty, has more than n tokens or one that is out of
+        range has the logprob NaN and no gradient.
 
     Raises:
         RuntimeError: the dtype of `logits` is wrong, or `scale` is a tensor that requires a gradient.
@@ -316,13 +323,16 @@ def token_logprobs(
         >>> found = token_logprobs(torch.zeros(2, 4), torch.tensor([0, 3]))
         >>> found.logprob, found.entropy
         (tensor([-1.3863, -1.3863]), tensor([1.3863, 1.3863]))
+        >>> kept = torch.tensor([0, 2, 3, -1]), torch.tensor([0, 2, 3])
+        >>> token_logprobs(torch.zeros(2, 4), torch.tensor([0, 3]), support=kept).logprob
+        tensor([-0.6931,  0.0000])
     """
     options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
     runner = _RUNNERS.get(type(logits)) or _find_runner("token_logprobs", type(logits))
     if check:
-        runner.check_tokens(logits, index, dim, ignore_index)
+        runner.check_tokens(logits, index, dim, ignore_index, support)
     choice = Choice(backend, strategy, batch_invariant)
-    return runner.run_tokens(logits, index, dim, options, entropy, choice, ignore_index)
+    return runner.run_tokens(logits, index, dim, options, entropy, choice, ignore_index, support)
 
 
 _RUNNERS: dict[type, ModuleType] = {np.ndarray: numpy_run}

@@ -289,6 +289,7 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
         (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),
         (NotImplementedError, "index with several", lambda: osm.token_logprobs(cut, target[:, None])),
+        (NotImplementedError, "support is not", lambda: osm.token_logprobs(cut, target, support=(target, target))),
         (NotImplementedError, "mask is not", lambda: osm.cross_entropy(cut, target, mask=x > 0)),
         (NotImplementedError, "scale as a tensor is not", lambda: osm.cross_entropy(cut, target, scale=tensor(2.0))),
         (NotImplementedError, "dtype=torch.float64", lambda: osm.cross_entropy(cut, target, dtype=torch.float64)),

@@ -174,6 +174,13 @@ def saved(z: Tensor) -> Tensor:
     return found.detach()
 
 
+def of_support(z: Tensor) -> Tensor:
+    """Log-probabilities where each token is restricted to its class and the class 0."""
+    own = classes().clamp(min=1)
+    ids = torch.stack([torch.zeros_like(own), own], -1).flatten()
+    return osm.token_logprobs(z, own, support=(ids, torch.arange(0, len(ids) + 1, 2, device=DEVICE))).logprob
+
+
 COMPUTED: dict[str, tuple[Callable[[Tensor], Any], str | None]] = {
     "loss, and what needs logits": (lambda z: (loss(z), z.softmax(-1), z.argmax(-1)), "softmax"),
     "in place": (in_place, "fill_"),
@@ -184,6 +191,7 @@ COMPUTED: dict[str, tuple[Callable[[Tensor], Any], str | None]] = {
     "save": (saved, "__reduce_ex__"),
     "deepcopy": (lambda z: copy.deepcopy(z.detach()), "__deepcopy__"),
     "our softmax": (lambda z: osm.softmax(z), "softmax"),
+    "our logprobs of a support": (of_support, "token_logprobs"),
     "loss in a checkpoint": (lambda z: checkpoint(lambda z: loss(z).cos(), z, use_reentrant=False), "cross_entropy"),
     "vmap": (lambda z: torch.vmap(lambda row: row.sin())(z), "sin"),
     "other device and back": (lambda z: z.double().float(), "_to_copy"),

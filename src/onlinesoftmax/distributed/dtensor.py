@@ -154,10 +154,12 @@ def _check_available(probabilities: bool, return_stats: bool, loss: Loss, wider:
 
 
 def run_tokens(
-    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice, ignore_index: Any = None
-) -> TokenLogprobs:
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Choice, ignore_index: Any = None,
+    support: Any = None,
+) -> TokenLogprobs:  # fmt: skip
     """(logprob, entropy, lse) as DTensors, sharded as the rows are."""
     name = TOKEN_LOGPROBS.name
+    _refuse_support(support)
     axis = whole_rows.check_token_arguments(x, index, dim)
     if index.dim() == x.dim():
         raise NotImplementedError(f"{name}(): index with several tokens of each row is not available for a DTensor")
@@ -183,7 +185,13 @@ def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> 
     whole_rows.check_targets(x, layout.whole("target", target), None, loss)
 
 
-def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
+def _refuse_support(support: Any) -> None:
+    if support is not None:
+        raise NotImplementedError(f"{TOKEN_LOGPROBS}(): support is not available for a DTensor")
+
+
+def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None, support: Any = None) -> None:
     """Check the arguments, and the range of every index on every process, so that all raise the same error."""
+    _refuse_support(support)
     layout = layout_of(TOKEN_LOGPROBS.name, x, (whole_rows.check_token_arguments(x, index, dim),))
     whole_rows.check_tokens(x, layout.whole("index", index), dim, ignore_index)

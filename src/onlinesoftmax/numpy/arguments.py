@@ -16,6 +16,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..ops.cross_entropy import arguments as rules
+from ..ops.token_logprobs.support import check_values, checked_support
 
 ARRAY_TYPES = (np.ndarray, np.generic)
 """Types of the arrays that an argument may be; NumPy's scalars are 0-d arrays."""
@@ -110,16 +111,24 @@ class Loss(NamedTuple):
         return is_floating_dtype(self.target.dtype)
 
 
-def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
-    """Check the arguments, and the range of every index that counts.
+def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None, support: Any = None) -> None:
+    """Check the arguments, and the range of every index that counts, and of the support.
 
     Raises:
         IndexError: an index is out of range; the message has its position and its value.
     """
     tokens = checked_tokens(x, index, dim, ignore_index)
     index, tokens_in_row = np.asarray(index), x.shape[tokens.axis]
+    if support is not None:
+        check_values(f"{TOKEN_LOGPROBS}(): support", np, *int64_support(x, tokens.axis, support), tokens_in_row)
     wrong = ((index < 0) | (index >= tokens_in_row)) & ~tokens.ignored
     check_range(f"{TOKEN_LOGPROBS}(): index", index, tokens_in_row, wrong)
+
+
+def int64_support(x: Any, axis: int, support: Any) -> tuple[tuple[Any, Any], Any]:
+    """Token ids and offsets in int64, after the checks, and the places of a row."""
+    token_ids, offsets, n = checked_support(NUMPY, f"{TOKEN_LOGPROBS}()", x, axis, support)
+    return (np.asarray(token_ids, np.int64), np.asarray(offsets, np.int64)), np.arange(n)
 
 
 def checked_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> Loss:

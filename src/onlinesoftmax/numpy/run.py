@@ -16,8 +16,18 @@ from ..core.declaration import Operation
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import TOKEN_LOGPROBS
+from ..ops.token_logprobs.support import excluding, truncated
 from . import eager
-from .arguments import NUMPY, check_call, check_choice, check_tokens, checked_loss, checked_tokens, dtype_of_loss
+from .arguments import (
+    NUMPY,
+    check_call,
+    check_choice,
+    check_tokens,
+    checked_loss,
+    checked_tokens,
+    dtype_of_loss,
+    int64_support,
+)
 
 __all__ = ["check_targets", "check_tokens", "run", "run_loss", "run_plain", "run_tokens"]
 
@@ -85,13 +95,20 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
 
 @quiet
 def run_tokens(
-    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None
-) -> TokenLogprobs:
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None,
+    support: Any = None,
+) -> TokenLogprobs:  # fmt: skip
     """The log-probabilities of one token or several of each row."""
     tokens = checked_tokens(x, index, dim, ignore_index)
     check_choice(TOKEN_LOGPROBS.name, choice)
     x, axis = np.asarray(x), tokens.axis
     check_options(NUMPY, Call(TOKEN_LOGPROBS, x, Settings(axis), options))
+    if support is not None:
+        kept = int64_support(x, axis, support)
+        call = truncated(np, np.take_along_axis, x, np.asarray(index), axis, options, *kept)
+        found = run_tokens(call.x, call.index, axis, call.options, entropy, choice)
+        logprob = excluding(np, found, call.outside, axis)
+        return found._replace(logprob=np.where(tokens.ignored, logprob.dtype.type(0), logprob))
     row_shape = *x.shape[:axis], *x.shape[axis + 1 :]
     rows = {"lse": np.full(row_shape, -np.inf), **({"entropy": np.zeros(row_shape)} if entropy else {})}
     logprob = np.full(tokens.columns.shape, np.nan)

@@ -61,17 +61,18 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
 
 
 def run_tokens(
-    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None
-) -> TokenLogprobs:
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None,
+    support: Any = None,
+) -> TokenLogprobs:  # fmt: skip
     """As onlinesoftmax.torch.loss_run.run_tokens."""
     found = None
     with torch._C.DisableTorchFunction():
-        scores = _scores(x, options, Choice(*choice))
+        scores = _scores(x, options, Choice(*choice)) if support is None else None
         if scores is not None and is_classes(x, dim):
             found = statistics(x, index, scores)
 
     def repeat(z: torch.Tensor) -> TokenLogprobs:
-        return torch_run.run_tokens(z, index, dim, options, entropy, choice, ignore_index)
+        return torch_run.run_tokens(z, index, dim, options, entropy, choice, ignore_index, support)
 
     if found is None:
         return repeat(plain(x, "token_logprobs"))

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..kernels.registry import needing
-from .results import Sampled, TopLogprobs, Verified
+from .results import Sampled, Support, TopLogprobs, Verified
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Sampled", "TopLogprobs", "Verified", "sample", "topk_logprobs", "verify"]
+__all__ = ["Sampled", "Support", "TopLogprobs", "Verified", "sample", "topk_logprobs", "verify"]
 
 
 def sample(
@@ -27,7 +27,8 @@ def sample(
     top_p: float | Tensor | None = None, min_p: float | Tensor | None = None, seed: int | Tensor | None = None,
     offset: int | Tensor = 0, generator: torch.Generator | None = None, bias: Tensor | None = None,
     mask: Tensor | None = None, softcap: float | None = None, ties: Literal["keep", "first"] = "keep",
-    top_logprobs: int = 0, logprobs: Literal["processed", "raw"] = "processed", dim: int = -1,
+    top_logprobs: int = 0, logprobs: Literal["processed", "raw"] = "processed", return_support: int | None = None,
+    dim: int = -1,
 ) -> Sampled:  # fmt: skip
     """Sample a token of each row from softmax(z / temperature), after the filters.
 
@@ -59,12 +60,14 @@ def sample(
         top_logprobs: Number of the largest log-probabilities to return.
         logprobs: "processed" for the probabilities that are sampled from, which are 1 and 0 in a greedy row; "raw" for
             those of softmax(z).
+        return_support: Return the ids of the tokens that could be sampled, for `token_logprobs`, of the rows that keep
+            at most so many.  Of a row that keeps more, as `kept` says, it returns none.
         dim: The dimension of the tokens.
 
     Returns:
-        The named tuple `Sampled` (token, logprob, lse, kept, valid, top_tokens, top_logprobs).  A row that holds a NaN
-        or nothing but -inf is not valid, and changes no other row.  The tokens with +inf, where there are any, are
-        equally probable.
+        The named tuple `Sampled` (token, logprob, lse, kept, valid, top_tokens, top_logprobs, support).  A row that
+        holds a NaN or nothing but -inf is not valid, and changes no other row.  The tokens with +inf, where there are
+        any, are equally probable.
 
     Raises:
         TypeError, RuntimeError, ValueError, IndexError: an argument has the wrong type, dtype, device, shape or value.
@@ -85,7 +88,8 @@ def sample(
     given = arguments.checked_parameters(x, temperature, top_k, top_p, min_p, ties)
     raw = arguments.checked_choice("sample", "logprobs", logprobs, ("processed", "raw")) == "raw"
     top = arguments.checked_count(x, "top_logprobs", top_logprobs, 0)
-    found: Sampled = run.sample(x, given, *arguments.checked_seeds(x, seed, offset, generator), raw, top)
+    most = None if return_support is None else arguments.checked_count(x, "return_support", return_support, 1)
+    found: Sampled = run.sample(x, given, *arguments.checked_seeds(x, seed, offset, generator), raw, top, most or 0)
     return found
 
 

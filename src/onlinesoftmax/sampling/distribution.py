@@ -179,8 +179,8 @@ def sampled_of(found: Distribution, columns: Tensor, kept: Tensor, dtype: torch.
     lse = found.m / found.temperature + found.log_sum
     tokens, kept = (t.masked_fill(~found.valid, 0) for t in (tokens, kept))
     logprobs, lse = (t.masked_fill(~found.valid, torch.nan).to(dtype) for t in (logprobs, lse))
-    rows = (t.squeeze(1) for t in (tokens[:, :1], logprobs[:, :1], lse, kept, found.valid))
-    return Sampled(*rows, *(t[:, 1:] if columns.shape[1] > 1 else None for t in (tokens, logprobs)))
+    tops = (tokens[:, 1:], logprobs[:, 1:]) if columns.shape[1] > 1 else (None, None)
+    return Sampled(tokens[:, 0], logprobs[:, 0], lse.squeeze(1), kept.squeeze(1), found.valid.squeeze(1), *tops)
 
 
 def _number_kept(scores: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -> Tensor:

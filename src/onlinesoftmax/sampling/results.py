@@ -8,8 +8,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class Support(NamedTuple):
+    """The tokens that each row could sample; the rows are in the order of the logits without the dimension of tokens.
+
+    Attributes:
+        token_ids: (rows * n,) int64: the ids of each row, by rising id, row after row; then -1.
+        offsets: (rows + 1,) int64: row i has token_ids[offsets[i] : offsets[i + 1]], and none if it keeps more than n.
+    """
+
+    token_ids: Tensor
+    offsets: Tensor
+
+
 class Sampled(NamedTuple):
-    """A token of each row; every field has the shape of the rows, the top tokens one dimension more at the end.
+    """A token of each row; a field has the shape of the rows, the top tokens one dimension more at the end.
 
     Attributes:
         token: Token id, int64; 0 where the row is not valid.
@@ -20,6 +32,7 @@ class Sampled(NamedTuple):
             infinite, or one of whose parameters is NaN.
         top_tokens, top_logprobs: The tokens with the largest scores and the logarithms of their probabilities, by
             falling score; None unless they were asked for.
+        support: The tokens that could be sampled, in its own shape; None unless it was asked for.
     """
 
     token: Tensor
@@ -29,6 +42,7 @@ class Sampled(NamedTuple):
     valid: Tensor
     top_tokens: Tensor | None
     top_logprobs: Tensor | None
+    support: Support | None = None
 
 
 class TopLogprobs(NamedTuple):

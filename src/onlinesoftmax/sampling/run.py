@@ -16,7 +16,7 @@ from .arguments import LARGEST_INT64, Logits
 from .distribution import Distribution, Parameters, distribution_of, log_of, log_sum_of, masses_of, sampled_of
 from .noise import gumbel
 from .order import largest, rank_of
-from .results import Sampled, TopLogprobs, Verified
+from .results import Sampled, Support, TopLogprobs, Verified
 from .verification import verified
 
 Tensor = torch.Tensor
@@ -26,7 +26,9 @@ _CHUNK = 1 << 18
 
 
 @torch.no_grad()
-def sample(logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
+def sample(
+    logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int, most: int
+) -> Sampled:
     """A token of each row.
 
     Args:
@@ -35,11 +37,37 @@ def sample(logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor,
         seed, offset: What the noise of a row is made of, (rows,) int64.
         raw: True for log-probabilities of the scores as they are, without temperature and filters.
         top: Number of the largest log-probabilities to return.
+        most: Most tokens of a row in the support; 0 for no support.
     """
-    arguments = parameters, seed, offset, raw, top
-    found = _by_kernel(logits, *arguments) or _in_chunks(_scores(logits), *arguments)
-    of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in found]
-    return Sampled(*of_rows)
+    given, listed = (parameters, seed, offset, raw), max(top, most)
+    found, tokens = _by_kernel(logits, *given, listed), None
+    if found is None and listed > top:
+        # A kernel may list fewer tokens than the support needs.
+        found = _by_kernel(logits, *given, top)
+        tokens = None if found is None else largest(_scores(logits), most)
+    found = found or _in_chunks(_scores(logits), *given, listed)
+    tops: list[Any] = [found.top_tokens, found.top_logprobs]
+    support = _support((tops[0] if tokens is None else tokens)[:, :most], found.kept) if most else None
+    tops = [t[:, :top] if top else None for t in tops]
+    of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in (*found[:5], *tops)]
+    return Sampled(*[*of_rows, support])
+
+
+def _support(tokens: Tensor, kept: Tensor) -> Support:
+    """The tokens that rows keep; a row with more than n has none.
+
+    Args:
+        tokens: The n tokens of each row with the largest scores, in the order of `largest`, (rows, n).
+        kept: Number of tokens that a row keeps, (rows,): whatever the filter, they come first in this order.
+    """
+    (rows, n), places = tokens.shape, torch.arange(tokens.shape[1], device=tokens.device)
+    count = kept.where(kept <= n, 0)
+    used, offsets = places < count.unsqueeze(1), torch.nn.functional.pad(count.cumsum(0), (1, 0))
+    ids = tokens.masked_fill(~used, LARGEST_INT64).sort(1).values
+    # The unused places write behind the end, so that no size depends on the data.
+    at = torch.where(used, offsets[:-1].unsqueeze(1) + places, rows * n)
+    token_ids = ids.new_full((rows * n + 1,), -1).scatter(0, at.flatten(), ids.flatten())
+    return Support(token_ids[:-1], offsets)
 
 
 def _by_kernel(

@@ -14,6 +14,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..ops.cross_entropy.arguments import class_dim
+from ..ops.token_logprobs.support import check_values, checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_eager, loss_kernels, several_tokens
@@ -78,9 +79,13 @@ def statistics_of(target: Tensor, loss: Loss, lse: Tensor, entropy: Tensor, larg
 
 
 def run_tokens(
-    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None
-) -> TokenLogprobs:
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, ignore_index: Any = None,
+    support: Any = None,
+) -> TokenLogprobs:  # fmt: skip
     """The log-probabilities of one token or several of each row."""
+    if support is not None:
+        found = _truncated(x, index, dim, options, entropy, choice, support)
+        return found if ignore_index is None else without_ignored(found, index, ignore_index)
     key, prepared_call = look_up((TOKEN_LOGPROBS, dim, options, entropy, choice), x, index)
     results = (prepared_call or _log_probabilities(key, x, index, dim, options, entropy, choice))(x, index)
     found = TokenLogprobs(results[0], results[2] if len(results) > 2 else None, results[1])
@@ -115,10 +120,30 @@ def _log_probabilities(
     return keep(PREPARED_CALLS, key, log_probabilities) if is_constant else log_probabilities
 
 
+def _truncated(
+    x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, support: Any
+) -> TokenLogprobs:
+    """`run_tokens` of the distribution of the tokens in `support`."""
+    axis = check_token_arguments(x, index, dim)
+    check_options(Call(TOKEN_LOGPROBS, x, Settings(axis), options))
+    kept = _int64_support(x, axis, support)
+    call = truncated(torch, torch.take_along_dim, x, signed(index), axis, options, *kept)
+    found = run_tokens(call.x, call.index, axis, call.options, entropy, choice)
+    return TokenLogprobs(excluding(torch, found, call.outside, axis), found.entropy, found.lse)
+
+
+def _int64_support(x: Tensor, axis: int, support: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Token ids and offsets in int64, after the checks, and the places of a row."""
+    token_ids, offsets, n = checked_support(TORCH, f"{TOKEN_LOGPROBS}()", x, axis, support)
+    return (token_ids.long(), offsets.long()), torch.arange(n, device=x.device)
+
+
 def without_ignored(found: TokenLogprobs, index: Tensor, ignore_index: Any) -> TokenLogprobs:
     """The results with a logprob of 0, which has no gradient, where the index is to be ignored."""
     number = checked_number(TOKEN_LOGPROBS.name, "ignore_index", ignore_index, int)
-    return found._replace(logprob=found.logprob.masked_fill(equals(signed(index), number), 0.0))
+    # torch.compile of torch 2.11 cannot return the result of `_replace`.
+    logprob = found.logprob.masked_fill(equals(signed(index), number), 0.0)
+    return TokenLogprobs(logprob, found.entropy, found.lse)
 
 
 def why_not_kernels(
@@ -189,13 +214,16 @@ def check_targets(x: Any, target: Any, weight: Any, fields: tuple[Any, ...]) -> 
         check_range(f"{CROSS_ENTROPY}(): target", target, classes, wrong)
 
 
-def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None) -> None:
-    """Check the arguments, and the range of every index, which waits for the GPU.
+def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None, support: Any = None) -> None:
+    """Check the arguments, and the range of every index and of the support, which waits for the GPU.
 
     Raises:
         IndexError: an index is out of range; the message has its position and its value.
     """
-    tokens = x.shape[check_token_arguments(x, index, dim)]
+    axis = check_token_arguments(x, index, dim)
+    tokens = x.shape[axis]
+    if support is not None:
+        check_values(f"{TOKEN_LOGPROBS}(): support", torch, *_int64_support(x, axis, support), tokens)
     index = signed(index)
     wrong = ~is_class(index, tokens)
     if ignore_index is not None:
