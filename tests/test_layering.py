@@ -70,6 +70,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "sampling.run": {"torch"},
     "sampling.verification": {"torch"},
     "overrides.calls": {"torch"},
+    "overrides.checkpoints": {"torch"},
     "overrides.consumers": {"torch"},
     "overrides.heads": {"torch"},
     "overrides.logits": {"torch"},

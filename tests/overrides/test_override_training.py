@@ -7,14 +7,16 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from spellings import BACKEND, DEVICE, ON_CPU, SPELLINGS, sample
+from spellings import BACKEND, DEVICE, ON_CPU, SPELLINGS, Function, sample
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import onlinesoftmax as osm
 from onlinesoftmax.overrides import Report
@@ -48,23 +50,67 @@ def test_gradients_autocast_and_transforms(ours: list[str]) -> None:
     assert len(ours) == 8
 
 
-def test_checkpoints_repeat_the_forward_without_the_block(ours: list[str]) -> None:
-    """PyTorch turns modes off in backward, so the repeated forward is ours only if the function is decorated."""
-    x = sample(4, 6)
-    mode = osm.override(backend=BACKEND)
+NO_BLOCK = nullcontext()
 
-    def layer(x: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(x * x, 1).square()
 
-    expected = torch.autograd.grad(layer(leaf := x.clone().requires_grad_()).sum(), leaf)
-    for function, calls in ((layer, 1), (mode(layer), 2)):
-        for reentrant in (False, True):
-            ours.clear()
-            leaf = x.clone().requires_grad_()
-            with mode:
-                checkpoint(function, leaf, use_reentrant=reentrant).sum().backward()
-            torch.testing.assert_close((leaf.grad,), expected)
-            assert len(ours) == calls
+def loss_in_the_middle(x: torch.Tensor) -> torch.Tensor:
+    """Our loss and PyTorch's save other tensors, and the cosine saves one after them."""
+    target = torch.tensor([3, -100, 0, 5], device=DEVICE)
+    return functional.cross_entropy(x * x, target, label_smoothing=0.1).cos().exp()
+
+
+def loss_in_nested_checkpoints(x: torch.Tensor) -> torch.Tensor:
+    y = torch.logsumexp(x * 2, (0, 1)).cos()
+    return (checkpoint(loss_in_the_middle, x + 1, use_reentrant=False) * y).exp()
+
+
+def backward_in_a_thread(y: torch.Tensor) -> None:
+    """As the backward of operations on a GPU, which runs in a thread of the device."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(y.backward).result()
+
+
+@pytest.mark.parametrize("backward", [torch.autograd.backward, backward_in_a_thread])
+@pytest.mark.parametrize(
+    ("layer", "taken"),
+    [
+        (lambda x: torch.softmax(x, 1), {"softmax": 2}),
+        (loss_in_the_middle, {"cross_entropy": 2}),
+        # Each loss of the inner checkpoint is repeated, that of the first and that of the repeated forward.
+        (loss_in_nested_checkpoints, {"logsumexp": 2, "cross_entropy": 3}),
+    ],
+)
+def test_checkpoints_repeat_the_forward_inside_the_block(
+    layer: Function, taken: dict[str, int], backward: Callable[[torch.Tensor], None]
+) -> None:
+    """Both forwards call the same functions, and see the same blocks in the same order."""
+
+    def gradient(
+        function: Function, *blocks: Any, around_backward: Any = NO_BLOCK, reentrant: bool = False
+    ) -> torch.Tensor:
+        leaf = sample(4, 6).requires_grad_()
+        with ExitStack() as stack:
+            for block in blocks:
+                stack.enter_context(block)
+            y = checkpoint(lambda x: function(x).square(), leaf, use_reentrant=reentrant).sum()
+        with around_backward:
+            backward(y)
+        assert leaf.grad is not None
+        return leaf.grad
+
+    outer, inner = osm.override(backend="eager"), osm.override(backend=BACKEND, leave=["logsumexp"])
+    expected = gradient(layer)
+    with set_checkpoint_early_stop(False):
+        torch.testing.assert_close(gradient(layer, outer, inner), expected)
+    assert outer.report().taken | inner.report().taken == taken
+    assert outer.report().taken.keys().isdisjoint(inner.report().taken)
+    torch.testing.assert_close(gradient(layer, around_backward=outer), expected)
+    torch.testing.assert_close(gradient(layer, outer, reentrant=True), expected)
+
+    def both(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) + inner(layer)(x)
+
+    torch.testing.assert_close(gradient(both, outer, around_backward=outer), gradient(both))
 
 
 @pytest.fixture
@@ -168,6 +214,28 @@ def test_blocks_inside_a_compiled_function() -> None:
     assert [f"onlinesoftmax.{name}" in targets(counter.graphs[0]) for name in SPELLINGS] == [True, False, True]
     assert decorated.report() == before == Report({"softmax": 1}, {})
     assert not torch._C._len_torch_function_stack()
+
+
+@compiles
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute:UserWarning")
+def test_compiled_functions_in_checkpoints() -> None:
+    """The compiled code cannot enter the block again, so a call in it is ours only if the function is decorated."""
+    mode, decorated = osm.override(backend="eager"), osm.override(backend="eager")
+
+    def gradient(function: Function) -> tuple[torch.Tensor, ...]:
+        leaf = sample(4, 6).requires_grad_()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        # An eager call makes the checkpoint repeat its forward inside the block.
+        y = checkpoint(lambda x: compiled(x.softmax(1)).exp(), leaf, use_reentrant=False)
+        return torch.autograd.grad(y, leaf)
+
+    expected = gradient(loss_in_the_middle)
+    with mode:
+        torch.testing.assert_close(gradient(loss_in_the_middle), expected)
+        torch.testing.assert_close(gradient(decorated(loss_in_the_middle)), expected)
+    left = "cross_entropy", "torch.utils.checkpoint will repeat it outside of the block"
+    assert set(mode.report().left) == {left}
+    assert mode.report().taken == {"softmax": 4}
 
 
 @compiles

@@ -33,8 +33,8 @@ def override(
     factor, a softcap and a log_softmax of this tensor are not computed either.  `cross_entropy` and `nll_loss` of it
     run `linear_cross_entropy`; `gather` of one class of each token, logsumexp and our `token_logprobs` run
     `linear_token_logprobs`.  Any other function gets the logits, which are computed then, and `report()` names it.  A
-    head under torch.compile, torch.func or torch.utils.checkpoint computes its logits at once, unless the checkpointed
-    function is decorated; so does a head of fewer than 256 tokens that needs no gradient.
+    head under torch.compile or torch.func computes its logits at once; so does a head of fewer than 256 tokens that
+    needs no gradient.
 
     The block does not reach these calls:
 
@@ -42,8 +42,9 @@ def override(
       `scaled_dot_product_attention` and `multi_head_attention_forward`, and calls inside TorchScript;
     - calls on other threads: PyTorch keeps its modes per thread, so each thread must enter the block;
     - calls in asyncio tasks that were not started inside the block, while the block waits;
-    - calls during backward, where PyTorch turns its modes off.  Activation checkpointing repeats the forward there; to
-      replace these calls too, decorate the function that is checkpointed.
+    - calls during backward, where PyTorch turns its modes off; but the forward that torch.utils.checkpoint repeats
+      there is inside the block, with `use_reentrant=True` only if the checkpointed function is decorated;
+    - calls in a function that torch.compile compiles inside a checkpoint, unless the compiled function is decorated.
 
     Inside a block, a call of any PyTorch function takes the host about one microsecond longer, and a call that the
     block takes or leaves about five.  `torch.compile` avoids this: it replaces the calls by our custom operators when

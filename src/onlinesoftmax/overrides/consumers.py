@@ -12,7 +12,8 @@ from ..linear import linear_cross_entropy, linear_token_logprobs
 from ..ops.cross_entropy.arguments import class_dim
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.loss_run import result_dtype
-from .heads import Known, Logits, checkpoint_hook, linked
+from .checkpoints import checkpoint_hook
+from .heads import Known, Logits, linked
 from .table import LOSS, Arguments, bind
 
 Tensor = torch.Tensor
@@ -28,7 +29,7 @@ def tensors_of(x: Logits) -> Tensors | None:
     if x.numbers.computed is not None or head.watched or (recorded and not _reaches(x.grad_fn, head.node)):
         return None
     if checkpoint_hook() not in (None, head.checkpoint):
-        # The checkpoint repeats the loss without its head, and by PyTorch's function.
+        # The checkpoint repeats the loss without its head, whose logits may exist by then.
         return None
     tensors = head.tensors()
     if not recorded:

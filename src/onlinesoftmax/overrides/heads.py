@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..core.call import TokenLogprobs
+from .checkpoints import checkpoint_hook
 from .report import Counts
 
 Tensor = torch.Tensor
@@ -23,12 +24,6 @@ NAME = "linear"
 
 RESHAPES = (aten.view.default, aten._unsafe_view.default)
 """Views whose argument is the shape of the result."""
-
-
-def checkpoint_hook() -> Any:
-    """The hook of the torch.utils.checkpoint around the running code, which will repeat the code; None outside."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks[0] if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
 class Step(NamedTuple):

@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._contextlib import _wrap_generator
 
 from ..kernels.registry import BACKENDS
-from .heads import NAME, Logits, checkpoint_hook
+from .checkpoints import NOT_REPEATED, checkpoint_hook, is_repeated
+from .heads import NAME, Logits
 from .report import Counts, Report
 from .table import (
     FEWEST_CLASSES,
@@ -67,7 +68,7 @@ class Override(TorchFunctionMode):
         for name in leave:
             if name not in NAMES:
                 raise ValueError(f"override(): leave names an unknown function {name!r}; functions: {', '.join(NAMES)}")
-        self._strict, self._backend, self._counts = strict, backend, Counts()
+        self._strict, self._backend, self.counts = strict, backend, Counts()
         self._leave = frozenset(leave)
         if not isinstance(linear, int) or linear < 0 or (linear is not True and linear == 1):
             raise ValueError(f"override(): linear must be a bool or a number of classes above 1, not {linear!r}")
@@ -78,7 +79,7 @@ class Override(TorchFunctionMode):
         self._level: int | None = None
         # Thread of the block; and for each time that it has been entered and not left, the checkpoint around it.
         self._thread = 0
-        self._entered: tuple[Any, ...] = ()
+        self.entered: tuple[Any, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy and a pickle are a new object, which is in no block and has counted nothing."""
@@ -86,23 +87,31 @@ class Override(TorchFunctionMode):
 
     def report(self) -> Report:
         """Number of calls that were taken and left until now, over all blocks of this object."""
-        return self._counts.report()
+        return self.counts.report()
 
     def __enter__(self) -> Override:
         # torch.compile cannot trace a context, so a block inside a compiled function counts nothing.
         if torch.compiler.is_dynamo_compiling():
             super().__enter__()
             return self
+        return self.enter(checkpoint_hook())
+
+    def enter(self, checkpoint: Any) -> Override:
+        """Enter the block.
+
+        Args:
+            checkpoint: Result of `checkpoint_hook` for the checkpoint that repeats this entry; None for no checkpoint.
+        """
         inside = _INSIDE.get()
         # PyTorch's stack says which blocks are open on this thread: PyTorch empties its stack during backward.
         blocks = (mode for mode in _get_current_function_mode_stack() if mode in inside)
-        block = next((mode for mode in blocks if mode._counts is self._counts), None)
+        block = next((mode for mode in blocks if mode.counts is self.counts), None)
         if block is None:
             # Each block has a mode of its own: tasks that enter and leave blocks in turn keep their own order.
             block = copy.copy(self)
-            block._counts, block._level, block._thread = self._counts, len(inside), get_ident()
+            block.counts, block._level, block._thread = self.counts, len(inside), get_ident()
             _push_on_torch_function_stack(block)
-        block._entered = (*block._entered, checkpoint_hook())
+        block.entered = (*block.entered, checkpoint)
         _INSIDE.set((*inside, block))
         return self
 
@@ -113,13 +122,13 @@ class Override(TorchFunctionMode):
         inside = _INSIDE.get()
         # A block that was entered in another context, as by a fixture, is on the stack only.
         blocks = (*_get_current_function_mode_stack(), *inside)
-        mine = (mode for mode in reversed(blocks) if isinstance(mode, Override) and mode._counts is self._counts)
-        block = next((mode for mode in mine if mode._entered and mode._thread == get_ident()), None)
+        mine = (mode for mode in reversed(blocks) if isinstance(mode, Override) and mode.counts is self.counts)
+        block = next((mode for mode in mine if mode.entered and mode._thread == get_ident()), None)
         if block is None:
             raise RuntimeError("override(): the block is not open on this thread: enter it before leaving it")
         _INSIDE.set(_without_last(block, inside))
-        block._entered = block._entered[:-1]
-        if not block._entered:
+        block.entered = block.entered[:-1]
+        if not block.entered:
             _remove_from_stack(block)
 
     def __call__(self, function: Callable[P, R_co]) -> Overridden[P, R_co]:
@@ -178,7 +187,9 @@ class Override(TorchFunctionMode):
             args, kwargs = with_plain(args, kwargs, replacement.name)
         is_left = replacement.name in self._leave
         arguments = None if is_left else bind(replacement, args, kwargs)
-        reason = LEFT_BY_NAME if is_left else why_left(replacement, arguments, self._backend)
+        reason = (
+            LEFT_BY_NAME if is_left else why_left(replacement, arguments, self._backend) or self._why_not_repeated()
+        )
         if arguments is not None and reason is None:
             # Outer blocks must not see the calls of PyTorch inside our function.
             with torch._C.DisableTorchFunction():
@@ -194,11 +205,11 @@ class Override(TorchFunctionMode):
         """The result of `linear`; that of a head is not computed yet."""
         head = head_of(args, kwargs)
         if head is not None:
-            reason = why_computed(*head, self._entered)
+            reason = why_computed(*head) or self._why_not_repeated()
             if reason is None:
                 from .calls import deferred
 
-                return deferred(*head, self._counts, self._strict)
+                return deferred(*head, self.counts, self._strict)
             if self._strict:
                 raise RuntimeError(f"override(strict=True): PyTorch would run a call of {NAME}: {reason}")
             self._count(NAME, reason)
@@ -208,11 +219,21 @@ class Override(TorchFunctionMode):
         """True where the block is around the running code; a trace takes every mode of its thread."""
         return torch.compiler.is_dynamo_compiling() or self._level is None or self in _INSIDE.get()
 
+    def _why_not_repeated(self) -> str | None:
+        """Why the checkpoint around the running code, if there is one, cannot repeat a call of our function."""
+        if torch.compiler.is_dynamo_compiling():
+            return NOT_REPEATED if _is_traced_in_checkpoint(self._level) else None
+        if (hook := checkpoint_hook()) is None:
+            return None
+        # This context may hold blocks of another thread, whose modes are not active here, and blocks that have ended.
+        around = [block for block in _INSIDE.get() if block._thread == get_ident() and block.entered]
+        return None if is_repeated(hook, self, around) else NOT_REPEATED
+
     def _count(self, name: str, reason: str | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             _count_traced(self._level, name, reason)
         else:
-            self._counts.add(name, reason)
+            self.counts.add(name, reason)
 
 
 def _without_last(block: Override, inside: tuple[Override, ...]) -> tuple[Override, ...]:
@@ -245,8 +266,18 @@ def _count_traced(level: int | None, name: str, reason: str | None) -> None:
     """Count a call that torch.compile traces."""
     inside = _INSIDE.get()
     if level is not None and level < len(inside):
-        inside[level]._counts.add(name, reason)
+        inside[level].counts.add(name, reason)
+
+
+def _is_traced_in_checkpoint(level: int | None) -> bool:
+    """True where torch.compile traces a call inside a checkpoint that is itself inside the block.
+
+    The compiled code runs without the mode, in other checkpoints too, so nothing can make them enter the block.
+    """
+    inside, hook = _INSIDE.get(), checkpoint_hook()
+    return hook is not None and level is not None and level < len(inside) and hook not in inside[level].entered
 
 
 # torch.compile runs a function with this attribute while it traces, and puts nothing into the graph.
 _count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
+_is_traced_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above

@@ -19,7 +19,6 @@ from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.loss_run import why_not_kernels
 from ..torch.reasons import why_pytorch
-from .heads import checkpoint_hook
 
 Arguments = dict[str, Any]
 """Arguments of one call, by PyTorch's names of the parameters."""
@@ -207,15 +206,8 @@ def head_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any,
     return x, weight, bias
 
 
-def why_computed(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, entered: tuple[Any, ...]
-) -> str | None:
-    """Why the logits of a head must be computed at once; None where they may wait.
-
-    Args:
-        x, weight, bias: The tensors of the head.
-        entered: Results of `checkpoint_hook` when the block was entered.
-    """
+def why_computed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> str | None:
+    """Why the logits of a head must be computed at once; None where they may wait."""
     if torch.compiler.is_dynamo_compiling():
         return "torch.compile traces it"
     tensors = [t for t in (x, weight, bias) if t is not None]
@@ -228,9 +220,6 @@ def why_computed(
         return f"its bias has the shape {tuple(bias.shape)}"
     if is_transformed() or torch._C._get_tracing_state() is not None:
         return "torch.func, forward mode or TorchScript transforms it"
-    hook = checkpoint_hook()
-    if hook is not None and hook not in entered:
-        return "torch.utils.checkpoint will repeat it outside of the block"
     return None
 
 
