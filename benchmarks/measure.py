@@ -38,6 +38,8 @@ RECORDS: dict[str, str] = {
     # All ways, of which each has its own reason to be absent.
     "linear-cross-entropy": "",
     "linear-token-logprobs": "",
+    "sampling": "",
+    "topk": "",
     "read-only": "--peers torch,compile",
     "forward": f"--peers {KERNELS}",
     "rows1024": f"--peers {KERNELS}",

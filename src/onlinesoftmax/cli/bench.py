@@ -15,6 +15,7 @@ from ..core.task import ITEMSIZE
 from ..lab.bench.cases import MEASURED
 from ..lab.bench.heads.jax_peers import HEAD_PEERS
 from ..lab.bench.heads.peers import OursHead
+from ..lab.bench.sampling.peers import TOKEN_PEERS, OursTokens
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
 from . import bench_steps, output
@@ -45,8 +46,8 @@ def bench(
         None,
         help="Libraries to compare, with commas between them: torch, compile, liger, quack, jax; with --framework jax, "
         "jax and torch; with --suite distributed, without-shards, collective, dtensor, loss-parallel, all-gather and "
-        f"one-process; with a suite of heads, {', '.join(HEAD_PEERS)}.  By default torch, jax, or all of those for "
-        "several processes and for heads.",
+        f"one-process; with a suite of heads, {', '.join(HEAD_PEERS)}; with sampling and topk, "
+        f"{', '.join(TOKEN_PEERS)}.  By default torch, jax, or all of those for several processes, heads and tokens.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
@@ -70,7 +71,8 @@ def bench(
     bandwidth over the bandwidth of the copy in the same run, so 100% is the floor.  "of GPU" is the bandwidth over that
     of a large copy on this GPU.  --suite host measures the host time of calls, and --suite cold the first calls of
     fresh processes.  The suites linear-cross-entropy and linear-token-logprobs measure heads without logits, over the
-    time of their three bare products; their shapes are tokens x hidden x classes.
+    time of their three bare products; their shapes are tokens x hidden x classes.  The suites sampling and topk
+    measure the way from logits to tokens over the time of one read of the logits; their shapes are rows x tokens.
 
     --resume needs a record of the same options, commit, sources, versions and device; the error names the field that
     differs.  The exit code is 0 where every result is right, whatever its speed and whoever refuses; 1 where a result
@@ -104,12 +106,13 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
 
     framework, forced = options["framework"], (options["backend"], options["strategy"])
     with output.refusing():
-        ours, known = (OursHead, HEAD_PEERS) if suite.measures == "head time" else _sides(framework)
-        usual = ",".join(known) if suite.measures == "head time" else next(iter(known))
+        whole = {"head time": (OursHead, HEAD_PEERS), "token time": (OursTokens, TOKEN_PEERS)}.get(suite.measures)
+        ours, known = whole or _sides(framework)
+        usual = ",".join(known) if whole else next(iter(known))
         names = options["peers"] if options["peers"] is not None else usual
         asked = peers(bench_steps.split_names(names), where.type, known)
         todo = bench_steps.todo_of(suite, options)
-    # Suites of heads exclude a forced plan.
+    # Suites of heads and of tokens exclude a forced plan.
     us = ours(where.type, *(forced if any(forced) else ()))
     if reason := us.why_absent():
         output.fail(f"--framework {framework}: {reason}")
@@ -136,10 +139,15 @@ def _steps(
     from ..lab.bench import cold_suite, host_times, run
     from ..lab.bench.heads.cases import HeadCase
     from ..lab.bench.heads.run import run_heads
+    from ..lab.bench.sampling.cases import TokenCase
+    from ..lab.bench.sampling.run import run_tokens
 
     if suite.measures == "head time":
         heads = [case for case in left if isinstance(case, HeadCase)]
         return run_heads(heads, everybody, where, options["repeat"])
+    if suite.measures == "token time":
+        tokens = [case for case in left if isinstance(case, TokenCase)]
+        return run_tokens(tokens, everybody, where, options["repeat"])
     if suite.measures == "first calls":
         return cold_suite.run_cold(left, everybody, where, options["quick"])
     steps = host_times.run_host if suite.measures == "host time" else run.run

@@ -158,7 +158,7 @@ def extra_bytes(call: Callable[[], Any], device: Any) -> int | None:
     found = call()
     torch.cuda.synchronize(device)
     tensors = found if isinstance(found, tuple) else (found,)
-    return int(torch.cuda.max_memory_allocated(device) - before - sum(t.nbytes for t in tensors))
+    return int(torch.cuda.max_memory_allocated(device) - before - sum(t.nbytes for t in tensors if t is not None))
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -24,6 +24,7 @@ from .cases import Case
 from .heads.jax_peers import HEAD_PEERS
 from .peers import PEERS
 from .result import CaseResult
+from .sampling.peers import TOKEN_PEERS
 from .tables import read_cases
 
 FORMAT = 1
@@ -91,7 +92,8 @@ def sources() -> str:
 def versions() -> dict[str, str | None]:
     """Versions of Python and of every package that matters; None for a package that is not installed."""
     names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib"]
-    names += [peer.distribution for peer in (*PEERS.values(), *HEAD_PEERS.values()) if peer.distribution]
+    others = [*PEERS.values(), *HEAD_PEERS.values(), *TOKEN_PEERS.values()]
+    names += [peer.distribution for peer in others if peer.distribution]
     return {"python": platform.python_version(), "onlinesoftmax": __version__, **versions_of(dict.fromkeys(names))}
 
 

@@ -9,13 +9,11 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ...core.task import ITEMSIZE
-from ...linear.plans import FUNCTIONS
 from ...planner.plan import Plan
 from ...planner.variant import ONLY
 from ..names import MOST_ELEMENTS, check_names
 from .cases import MEASURED, Case
-from .heads.cases import HeadCase
-from .suites import Measures
+from .suites import KINDS_OF_CASES, Measures
 from .timing import Against, Times
 
 if TYPE_CHECKING:
@@ -25,11 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 CALLS, SHARDED = ("calls", "state"), ("host_us", "collectives", "sent_row_bytes", "formula_row_bytes")
-HEADS = ("of_products",)
+HEADS, TOKENS = ("of_products",), ("of_read",)
 
 ONLY_OF: dict[Measures, tuple[str, ...]] = {
     "device time": (), "host time": CALLS, "first calls": CALLS, "sharded time": SHARDED,
-    "head time": HEADS,
+    "head time": HEADS, "token time": TOKENS,
 }  # fmt: skip
 """The fields of a result that only this kind of measurement records; all kinds record the others."""
 
@@ -44,6 +42,9 @@ COPY_OF_SHARD, ALL_REDUCE = "copy of a shard", "all-reduce of rows"
 
 THREE_PRODUCTS, FOUR_PRODUCTS = "three bare products", "four bare products"
 """Names of the two yardsticks of a head."""
+
+ONE_READ = "one read"
+"""Name of the yardstick of sampling: our logsumexp of the logits."""
 
 CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
 """The most that our layer may add to PyTorch on a CPU: a ratio from LARGE elements up, microseconds below."""
@@ -79,6 +80,7 @@ class Result:
         sent_row_bytes: Bytes per row that a process gives to the collectives of a call, or sends to each other process
             through peer memory; the most of any process.
         of_products: Time of a head over that of its three bare products.
+        of_read: Time of sampling over that of one read of the logits.
         formula_row_bytes: The same by the formula of the documentation; None where the peer has none.
     """
 
@@ -106,6 +108,8 @@ class Result:
     formula_row_bytes: int | None = None
     # Of heads.
     of_products: float | None = None
+    # Of sampling.
+    of_read: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -119,7 +123,7 @@ class Result:
         return {
             name: value
             for name, value in found.items()
-            if name not in {*CALLS, *SHARDED, *HEADS} - {*ONLY_OF[measures]}
+            if name not in {*CALLS, *SHARDED, *HEADS, *TOKENS} - {*ONLY_OF[measures]}
         }
 
 
@@ -142,6 +146,7 @@ class CaseResult:
         processes: Number of processes that share the rows.
         all_reduce: Times of an all-reduce of one float32 number per row, of sharded rows.
         three_products, four_products: Times of the bare products of a head; the fourth makes the logits again.
+        one_read: Times of one read of the logits.
     """
 
     case: Case
@@ -157,12 +162,13 @@ class CaseResult:
     all_reduce: Times | None = None
     three_products: Times | None = None
     four_products: Times | None = None
+    one_read: Times | None = None
 
     @property
     def yardsticks(self) -> dict[str, Times]:
         """Times of calls that stand in the table beside the libraries, by name."""
         found = {COPY_OF_SHARD: self.copy, ALL_REDUCE: self.all_reduce} if self.measures == "sharded time" else {}
-        found |= {THREE_PRODUCTS: self.three_products, FOUR_PRODUCTS: self.four_products}
+        found |= {THREE_PRODUCTS: self.three_products, FOUR_PRODUCTS: self.four_products, ONE_READ: self.one_read}
         return {name: times for name, times in found.items() if times is not None}
 
     @property
@@ -184,7 +190,8 @@ class CaseResult:
         own = asdict(replace(self, results=[]))
         of_shards = () if self.measures == "sharded time" else ("processes", "all_reduce")
         of_heads = () if self.measures == "head time" else ("three_products", "four_products")
-        for name in ("case", "framework", "measures", *of_shards, *of_heads):
+        of_tokens = () if self.measures == "token time" else ("one_read",)
+        for name in ("case", "framework", "measures", *of_shards, *of_heads, *of_tokens):
             del own[name]
         results = [result.as_dict(self.measures) for result in self.results]
         return {**self.case.as_dict(), **own, "within_cpu_bound": self.within_cpu_bound, "results": results}
@@ -201,8 +208,9 @@ class CaseResult:
         Raises:
             ValueError: no such case can be measured.
         """
-        kind = HeadCase if measures == "head time" else Case
-        check_names("operation", [recorded["operation"]], FUNCTIONS if kind is HeadCase else MEASURED)
+        kind = KINDS_OF_CASES.get(measures, Case)
+        if kind is Case:
+            check_names("operation", [recorded["operation"]], MEASURED)
         check_names("dtype", [recorded["dtype"]], ITEMSIZE)
         if recorded["dim"] >= len(recorded["shape"]):
             raise ValueError(f"dim {recorded['dim']} is out of range for the shape {recorded['shape']}")

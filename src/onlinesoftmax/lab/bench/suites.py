@@ -11,9 +11,13 @@ from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
 from .heads.cases import HeadCase
+from .sampling.cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
 
-Measures = Literal["device time", "host time", "first calls", "sharded time", "head time"]
-"""Kinds of measurements; kinds.py has the table of each."""
+Measures = Literal["device time", "host time", "first calls", "sharded time", "head time", "token time"]
+"""Kinds of measurements; tables.py has the table of each."""
+
+KINDS_OF_CASES: dict[Measures, type[Case]] = {"head time": HeadCase, "token time": TokenCase}
+"""The class of the cases of a kind of measurement, where it is not `Case`."""
 
 DISTRIBUTED = "distributed"
 """Name of the suite that several processes measure together."""
@@ -31,6 +35,13 @@ class Entry(NamedTuple):
     fused: tuple[str, ...] = ()
     with_gradient: bool = False
     reduction: str = ""
+    more: tuple[tuple[str, str], ...] = ()
+    """Further fields of the case and their values."""
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of the case."""
+        found = self._asdict()
+        return found | dict(found.pop("more"))
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,14 @@ def _powers(rows: int, first: int, last: int, step: int = 1) -> list[Shape]:
     return [(rows, 1 << k) for k in range(first, last + 1, step)]
 
 
+def _tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry, ...]:
+    """Entries of these shapes for each kind of logits and for everything that is asked of a function of logits."""
+    return tuple(
+        entry._replace(more=(("logits", kind), ("asked", asked)))
+        for entry in _rows(*shapes, operation=operation) for asked in ASKED[operation] for kind in kinds
+    )  # fmt: skip
+
+
 GRADIENT_OF_ELEMENTS = OPERATIONS[FORWARD[0]].gradient_name
 
 READERS = [name for name in FORWARD if OPERATIONS[name].per_row]
@@ -100,7 +119,10 @@ RELATIVES = [name for name in MEASURED if name not in (FORWARD[0], GRADIENT_OF_E
 """The operations near softmax that have no suite of their own."""
 
 OF_ROWS = ("op", "fused", "with_gradient", "reduction", "backend", "strategy", "dim")
-"""Options of the command line that suites of heads have no use for."""
+"""Options of the command line that suites of heads and of tokens have no use for."""
+
+LOGITS_OF_MODELS = (1, 128256), (8, 128256), (64, 128256), (512, 128256), (64, 32000)
+"""Rows and vocabularies of models that write text."""
 
 SUITES: dict[str, Suite] = {
     "forward": Suite(
@@ -216,6 +238,16 @@ SUITES: dict[str, Suite] = {
         few=_rows((256, 16, 1000), (100, 24, 1003), operation="linear_token_logprobs", with_gradient=True),
         dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
     ),
+    "sampling": Suite(
+        "from logits to tokens: greedy, without a filter, top-k, top-p, and all filters with 20 log-probabilities",
+        _tokens(SAMPLE, LOGITS, *LOGITS_OF_MODELS), few=_tokens(SAMPLE, LOGITS, (3, 1000)),
+        dtypes=("float32", "bfloat16"), repeat_ms=30, measures="token time", excluded=OF_ROWS,
+    ),
+    "topk": Suite(
+        "the 20, 50 and 1024 largest scores of each row, with their log-probabilities",
+        _tokens(TOPK, LOGITS[::2], *LOGITS_OF_MODELS), few=_tokens(TOPK, LOGITS[:1], (3, 2000)),
+        dtypes=("float32", "bfloat16"), repeat_ms=30, measures="token time", excluded=OF_ROWS,
+    ),
     DISTRIBUTED: Suite(
         "rows that are sharded over the processes of torchrun",
         _each(LOSSES, (8192, 128256), (8192, 32000), (4096, 262144), with_gradient=True)
@@ -288,8 +320,8 @@ def cases(
         own = [entry._replace(operation=operation or entry.operation) for entry in chosen]
         if operation:
             own = [e if e == entry else e._replace(reduction="") for e, entry in zip(own, chosen, strict=True)]
-        kind = HeadCase if suite.measures == "head time" else Case
-        found += [kind(dtype=dtype, **entry._asdict() | given) for dtype in dtypes or suite.dtypes for entry in own]
+        kind = KINDS_OF_CASES.get(suite.measures, Case)
+        found += [kind(dtype=dtype, **entry.fields() | given) for dtype in dtypes or suite.dtypes for entry in own]
     # Entries that differ only in what was replaced are one case now.
     return list(dict.fromkeys(found))
 

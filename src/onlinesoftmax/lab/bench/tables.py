@@ -219,6 +219,13 @@ def _head_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Tab
     return replace(table.without(set() if extra else {MEMORY}), below=lines)
 
 
+def _token_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
+    table = _table(results, content, TOKEN_TIME, "lacks, or reason")
+    extra = any(result.extra_bytes is not None for found in results for result in found.results)
+    lines = ["Time of a call over that of one read of the logits, our logsumexp, in the same run."]
+    return replace(table.without(set() if extra else {MEMORY}), below=lines)
+
+
 def _shown(number: float | None, form: str) -> str:
     """A number in a format; empty where there is none."""
     return "" if number is None else f"{number:{form}}"
@@ -271,6 +278,15 @@ HEAD_TIME: Columns = {
 """Columns of the times of heads."""
 
 
+TOKEN_TIME: Columns = {
+    "time us": _us,
+    "of read": lambda _, result: _shown(result.of_read, ".2f"),
+    "vs torch": HEAD_TIME["vs torch"],
+    MEMORY: _megabytes,
+}
+"""Columns of the times of sampling."""
+
+
 def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
     """The lines below the table: bytes that differ from the formula, and the speed-up over one process."""
     lines, speed_ups = [], []
@@ -293,5 +309,6 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
     "first calls": partial(_calls, cold_suite.below),
     "sharded time": _sharded_time,
     "head time": _head_time,
+    "token time": _token_time,
 }
 """The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from ...core.printable import printable
 from ...core.whole_files import NotRegularError, read_regular
 from ..bench.record_file import FORMAT
-from ..bench.result import CALLS, HEADS, ONLY_OF, CaseResult, Result
+from ..bench.result import CALLS, HEADS, ONLY_OF, TOKENS, CaseResult, Result
 from ..bench.tables import Table, measures, read_cases, table_of
 from .combinations import STEP
 
@@ -222,8 +222,8 @@ def series(record: Record) -> dict[str, Any]:
     A panel holds the cases of one operation, one dtype and one choice of score options and gradient.
     """
     panels: dict[str, list[dict[str, Any]]] = {}
-    # Times of calls and of products have no place in charts of bandwidth; the table has them.
-    drawn = [found for found in record.results if ONLY_OF[found.measures] not in (CALLS, HEADS)]
+    # Times of calls, of products and of tokens have no place in charts of bandwidth; the table has them.
+    drawn = [found for found in record.results if ONLY_OF[found.measures] not in (CALLS, HEADS, TOKENS)]
     for found in drawn:
         if found.skipped is None:
             panels.setdefault(title(found), []).extend(_points(found))

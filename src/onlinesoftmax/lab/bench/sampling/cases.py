@@ -1,0 +1,86 @@
+"""A case of sampling, or of the largest log-probabilities: logits of a kind, and what is asked of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ....core.declaration import Operation
+from ....core.task import ITEMSIZE
+from ....ops import OPERATIONS
+from ...names import check_names
+from ..cases import Case
+
+SAMPLE, TOPK = "sample", "topk_logprobs"
+
+ASKED: dict[str, dict[str, dict[str, Any]]] = {
+    SAMPLE: {
+        "greedy": {"temperature": 0.0}, "none": {}, "top-k 50": {"top_k": 50}, "top-p 0.9": {"top_p": 0.9},
+        "all, top 20": {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "top_logprobs": 20},
+    },
+    TOPK: {f"k {k}": {"k": k} for k in (20, 50, 1024)},
+}  # fmt: skip
+"""The arguments that are measured, by function and by the name that tables show."""
+
+LOGITS = ("normal", "peaked", "zipf")
+"""Kinds of logits; `run.make_logits` says what each is."""
+
+
+@dataclass(frozen=True)
+class TokenCase(Case):
+    """A function from logits (rows, tokens) to tokens.
+
+    Attributes:
+        logits: Kind of logits, in LOGITS.
+        asked: Name of the arguments, in ASKED of the function.
+
+    Example:
+        >>> case = TokenCase("sample", (64, 128256), 1, "float32", asked="top-k 50")
+        >>> str(case), case.arguments, case.bytes
+        ('64x128256 normal, top-k 50', {'top_k': 50}, 32834304)
+    """
+
+    logits: str = "normal"
+    asked: str = ""
+
+    def __post_init__(self) -> None:
+        check_names("function", [self.operation], ASKED)
+        check_names("kind of logits", [self.logits], LOGITS)
+        check_names("arguments", [self.asked], ASKED[self.operation])
+        if len(self.shape) != 2 or self.dim != 1:
+            raise ValueError(f"{self.operation} needs two sizes, rows x tokens, got {self.shape}")
+        if self.top > self.shape[1]:
+            raise ValueError(f"{self.operation} with {self.asked}: a row has only {self.shape[1]} tokens")
+
+    def __str__(self) -> str:
+        return f"{'x'.join(map(str, self.shape))} {self.logits}, {self.asked}"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments of our function, but for the seeds."""
+        return ASKED[self.operation][self.asked]
+
+    @property
+    def top(self) -> int:
+        """Number of the largest log-probabilities that are returned."""
+        return int(self.arguments.get("top_logprobs", self.arguments.get("k", 0)))
+
+    @property
+    def declaration(self) -> Operation:
+        """The operation that reads the logits once."""
+        return OPERATIONS["logsumexp"]
+
+    @property
+    def backward(self) -> bool:
+        """False: a case is a public function."""
+        return False
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the logits."""
+        return self.elements * ITEMSIZE[self.dtype]
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes of a token and its log-probability, and of the largest ones."""
+        return self.rows * (1 + self.top) * (8 + ITEMSIZE[self.accumulator])

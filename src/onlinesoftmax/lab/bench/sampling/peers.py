@@ -1,0 +1,240 @@
+"""The ways from logits to tokens: ours, PyTorch, torch.compile, FlashInfer, JAX."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from ... import bridge
+from ..cases import Case
+from ..jax_peers import Arrays
+from ..peers import Compiled, ForGpus, Peer
+from .cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
+
+Function = Callable[..., Any]
+
+
+class Tokens(Peer):
+    """A way to sample; its function maps logits to a tuple (tokens, …), or (values, tokens, …) of the largest.
+
+    Attributes:
+        lacks: What the way does not return although it is asked for, by the name of the arguments.
+    """
+
+    lacks: ClassVar[dict[str, str]] = {}
+
+    def prepare(self, case: Case) -> Function:
+        """The function of the logits."""
+        assert isinstance(case, TokenCase)
+        return self.of_logits(case)
+
+    def of_logits(self, case: TokenCase) -> Function:
+        """The function for the arguments of the case."""
+        raise NotImplementedError
+
+
+class OursTokens(Tokens):
+    """Our functions, with a seed for each row."""
+
+    name, module, ours = "ours", "onlinesoftmax", True
+
+    def seeds(self, case: TokenCase) -> Any:
+        """The seeds of the rows."""
+        import torch
+
+        return torch.arange(case.rows, device=self.device_type)
+
+    def of_logits(self, case: TokenCase) -> Function:
+        """The public function."""
+        import onlinesoftmax
+
+        function, given = getattr(onlinesoftmax, case.operation), dict(case.arguments)
+        if case.operation == SAMPLE:
+            given["seed"] = self.seeds(case)
+        return lambda x: function(x, **given)
+
+
+class TorchTokens(Tokens):
+    """PyTorch's operations: a sort or top-k, and an argmax of probabilities over exponential noise."""
+
+    name, distribution = "torch", "torch"
+    lacks = dict.fromkeys(ASKED[SAMPLE], "no log-probability of the token")
+
+    def of_logits(self, case: TokenCase) -> Function:
+        """The operations of libraries that serve models."""
+        return by_torch(case)
+
+
+class CompiledTokens(TorchTokens):
+    """The same under torch.compile."""
+
+    name = Compiled.name
+
+    def of_logits(self, case: TokenCase) -> Function:
+        """A compilation for this shape, which serves all kinds of logits."""
+        return _compiled(replace(case, logits=LOGITS[0]))
+
+
+@lru_cache(maxsize=1)
+def _compiled(case: TokenCase) -> Function:
+    import torch
+
+    torch._dynamo.reset()
+    return torch.compile(by_torch(case), dynamic=False)
+
+
+def by_torch(case: TokenCase) -> Function:
+    """PyTorch's operations.
+
+    `torch.multinomial` divides by exponential noise and takes the largest, too; it also checks its input and waits for
+    the GPU, which no measurement could hide.
+    """
+    import torch
+
+    given = case.arguments
+    k, p, min_p, top = (given.get(name) for name in ("top_k", "top_p", "min_p", "top_logprobs"))
+
+    def draw(probabilities: Any) -> Any:
+        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
+
+    def greedy(x: Any) -> Any:
+        return (x.argmax(-1),)
+
+    def gumbel(x: Any) -> Any:
+        return (draw(x.float().softmax(-1))[:, 0],)
+
+    def filtered(x: Any) -> Any:
+        values, tokens = x.float().topk(k, -1) if k else x.float().sort(dim=-1, descending=True)
+        probabilities = values.softmax(-1)
+        if p is not None:
+            probabilities = probabilities.where(probabilities.cumsum(-1) - probabilities < p, 0.0)
+        if min_p is not None:
+            probabilities = probabilities.where(probabilities >= min_p * probabilities[:, :1], 0.0)
+        token = tokens.gather(-1, draw(probabilities))[:, 0]
+        if not top:
+            return (token,)
+        return token, tokens[:, :top], (probabilities[:, :top] / probabilities.sum(-1, keepdim=True)).log()
+
+    def largest(x: Any) -> Any:
+        logprobs = x.float().log_softmax(-1)
+        values, tokens = x.topk(given["k"], -1)
+        return values, tokens, logprobs.gather(-1, tokens)
+
+    if case.operation != SAMPLE:
+        return largest
+    return filtered if k or p else greedy if given else gumbel
+
+
+class FlashInfer(ForGpus, Tokens):
+    """FlashInfer's softmax and its samplers of probabilities; its top-k."""
+
+    name, module, distribution = "flashinfer", "flashinfer", "flashinfer-python"
+    operations = tuple(ASKED)
+    lacks = dict.fromkeys((*ASKED[SAMPLE], *ASKED[TOPK]), "no log-probabilities")
+    lacks["all, top 20"] = "no min-p, no log-probabilities"
+
+    def supports(self, case: Case) -> str | None:
+        """Everything but greedy rows."""
+        return "has no greedy rows" if isinstance(case, TokenCase) and case.asked == "greedy" else None
+
+    def prepare(self, case: Case) -> Function:
+        """The function of the logits."""
+        return Tokens.prepare(self, case)
+
+    def of_logits(self, case: TokenCase) -> Function:
+        """Its public functions."""
+        library: Any = importlib.import_module(self.module)
+        given = case.arguments
+        if case.operation != SAMPLE:
+            return lambda x: library.top_k(x, given["k"], sorted=True)
+        sampling = library.sampling
+        k, p = given.get("top_k"), given.get("top_p")
+        name = {(0, 0): "", (1, 0): "top_k_", (0, 1): "top_p_", (1, 1): "top_k_top_p_"}[bool(k), bool(p)]
+        draw, limits = getattr(sampling, f"{name}sampling_from_probs"), [each for each in (k, p) if each]
+        return lambda x: (draw(sampling.softmax(x), *limits),)
+
+
+class FlashInferLogits(FlashInfer):
+    """FlashInfer's samplers of logits; top-k alone is top-k with a top-p that keeps all."""
+
+    name, operations = "flashinfer-logits", (SAMPLE,)
+
+    def supports(self, case: Case) -> str | None:
+        """No filter, and top-k with or without top-p."""
+        if reason := ForGpus.supports(self, case) or super().supports(case):
+            return reason
+        assert isinstance(case, TokenCase)
+        given = case.arguments
+        return "has no top-p of logits" if "top_p" in given and "top_k" not in given else None
+
+    def of_logits(self, case: TokenCase) -> Function:
+        """Its public functions."""
+        sampling, given = importlib.import_module(self.module).sampling, case.arguments
+        if "top_k" not in given:
+            return lambda x: (sampling.sampling_from_logits(x),)
+        limits = given["top_k"], given.get("top_p", 1.0)
+        return lambda x: (sampling.top_k_top_p_sampling_from_logits(x, *limits),)
+
+
+class JaxTokens(Arrays, Tokens):
+    """`jax.random.categorical`, after `jax.lax.top_k` or a sort; `jax.lax.top_k` and `jax.nn.log_softmax`."""
+
+    name, distribution = "jax", "jax"
+    lacks = TorchTokens.lacks
+
+    def supports(self, case: Case) -> str | None:
+        """Everything."""
+        return None
+
+    def of_logits(self, case: TokenCase) -> Function:
+        """The functions, compiled in one."""
+        import torch
+
+        # The seed is an operand, or XLA would draw the noise when it compiles.
+        call, seed = _in_jax(replace(case, logits=LOGITS[0])), torch.ones(1, dtype=torch.int32, device=self.device_type)
+        return lambda x: call(x, seed)
+
+
+@lru_cache(maxsize=1)
+def _in_jax(case: TokenCase) -> Function:
+    return bridge.on_tensors(in_jax(case))
+
+
+def in_jax(case: TokenCase) -> Function:
+    """The function of logits and a seed."""
+    import jax
+    import jax.numpy as jnp
+
+    given = case.arguments
+    k, p, min_p, top = (given.get(name) for name in ("top_k", "top_p", "min_p", "top_logprobs"))
+
+    def sample(x: Any, seed: Any) -> Any:
+        key = jax.random.key(seed[0])
+        if not (k or p):
+            token = jnp.argmax(x, -1) if given else jax.random.categorical(key, x.astype(jnp.float32))
+            return (token.astype(jnp.int32),)
+        z = x.astype(jnp.float32)
+        order, tokens = jax.lax.top_k(z, k or z.shape[1])
+        probabilities = jax.nn.softmax(order)
+        if p is not None:
+            order = jnp.where(jnp.cumsum(probabilities, -1) - probabilities < p, order, -jnp.inf)
+        if min_p is not None:
+            order = jnp.where(order >= order[:, :1] + jnp.log(min_p), order, -jnp.inf)
+        column = jax.random.categorical(key, order)[:, None]
+        token = jnp.take_along_axis(tokens, column, 1)[:, 0]
+        return (token, tokens[:, :top], jax.nn.log_softmax(order)[:, :top]) if top else (token,)
+
+    def largest(x: Any, seed: Any) -> Any:
+        values, tokens = jax.lax.top_k(x, given["k"])
+        return values, tokens, jnp.take_along_axis(jax.nn.log_softmax(x.astype(jnp.float32)), tokens, 1)
+
+    return sample if case.operation == SAMPLE else largest
+
+
+TOKEN_PEERS: dict[str, type[Peer]] = {
+    peer.name: peer for peer in (TorchTokens, CompiledTokens, FlashInfer, FlashInferLogits, JaxTokens)
+}
+"""The ways beside ours, by their names on the command line."""

@@ -1,0 +1,99 @@
+"""What a way may return: thresholds and log-probabilities in float64, and the token that our noise prefers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....sampling.noise import gumbel
+from .cases import SAMPLE, TokenCase
+
+SLACK = 1e-3
+"""Part of the probability by which the thresholds of other libraries may be off: they add up float32 numbers."""
+
+ROUNDINGS = 8
+"""Roundings in float32 of the largest number beside a log-probability: it and its logsumexp are a sum of some terms."""
+
+
+def threshold_of(case: TokenCase, order: Any, slack: float = 0.0) -> Any:
+    """The least score of each row, (rows, 1) float64, that the filters of a case keep.
+
+    Args:
+        case: The case, of `sample`.
+        order: Scores (rows, tokens) by falling size, float64.
+        slack: Part of the probability that may be kept beyond top_p and below min_p.
+    """
+    asked, largest = case.arguments, order[:, :1]
+    if asked.get("temperature") == 0:
+        return largest
+    least = order[:, -1:]
+    if (k := asked.get("top_k", order.shape[1])) < order.shape[1]:
+        least = order[:, k - 1 : k]
+    if (p := asked.get("top_p")) is not None:
+        shares = (order - largest).exp().where(order >= least, 0.0).cumsum(-1)
+        fewer = (shares < (p + slack) * shares[:, -1:]).sum(-1, keepdim=True)
+        least = least.maximum(order.gather(1, fewer.clamp(max=order.shape[1] - 1)))
+    if (min_p := asked.get("min_p")) is not None:
+        least = least.maximum(largest + (largest.new_tensor(min_p * (1 - slack))).log())
+    return least
+
+
+def wrong(case: TokenCase, x: Any, found: Any, seed: Any = None) -> tuple[str | None, float]:
+    """What is wrong with a result, in a sentence, and the largest error of a log-probability.
+
+    Args:
+        case: The case.
+        x: The logits.
+        found: Of `sample` (tokens, …), of `topk_logprobs` (values, tokens, …) where log-probabilities may follow.
+        seed: Seeds of the rows, for our function: the result then has to be exact.
+    """
+    import torch
+
+    z = x.double()
+    order, by_score = z.sort(dim=-1, descending=True, stable=True)
+    if case.operation == SAMPLE:
+        return _wrong_sample(case, z, order, found, seed)
+    values, tokens, *more = found
+    k = case.top
+    own = z.gather(1, tokens.long())
+    if not (torch.equal(values.double(), order[:, :k]) and torch.equal(own, order[:, :k])):
+        return f"the {k} largest are others", torch.inf
+    if seed is not None and not torch.equal(tokens, by_score[:, :k]):
+        return "of equal scores, a later token comes first", torch.inf
+    return _off(more[0], own - z.logsumexp(-1, keepdim=True), own) if more else (None, 0.0)
+
+
+def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) -> tuple[str | None, float]:
+    import torch
+
+    token = found[0].long()
+    least = threshold_of(case, order, 0.0 if seed is not None else SLACK)
+    inside = (token >= 0) & (token < z.shape[1])
+    own = z.gather(1, token.clamp(0, z.shape[1] - 1).unsqueeze(1))
+    if bad := int((~inside | (own < least)[:, 0]).sum()):
+        return f"{bad} of {len(z)} tokens are not kept", torch.inf
+    if seed is None:
+        return None, 0.0
+    kept, greedy = z >= least, case.arguments.get("temperature") == 0
+    keys = (z if greedy else z + gumbel(seed, torch.zeros_like(seed), z.shape[1])).masked_fill(~kept, -torch.inf)
+    columns = torch.arange(z.shape[1], device=z.device)
+    exact = columns.where(keys == keys.amax(1, keepdim=True), z.shape[1]).amin(1)
+    # A greedy row keeps the token that it returns.
+    count = torch.ones_like(token) if greedy else kept.sum(1)
+    if bad := int(((token != exact) | (found.kept != count)).sum()):
+        return f"{bad} of {len(z)} rows have another token, or another number of kept tokens", torch.inf
+    lse = own if greedy else z.masked_fill(~kept, -torch.inf).logsumexp(1, keepdim=True)
+    top = order[:, : case.top]
+    exact = torch.cat([own, top.masked_fill(top < least, -torch.inf)], 1) - lse
+    logprobs = [found.logprob.unsqueeze(1), *([found.top_logprobs] if case.top else [])]
+    return _off(torch.cat(logprobs, 1), exact, own)
+
+
+def _off(found: Any, exact: Any, scores: Any) -> tuple[str | None, float]:
+    """The sentence about log-probabilities that are further off than float32 explains, and their largest error."""
+    import torch
+
+    same = found == exact  # both -inf
+    error = float((found.double() - exact).masked_fill(same, 0.0).abs().nan_to_num(nan=torch.inf).max())
+    largest = float(scores.abs().max() + exact.where(exact.isfinite(), 0.0).abs().max())
+    allowed = ROUNDINGS * torch.finfo(torch.float32).eps * max(largest, 1.0)
+    return (f"log-probability: error {error:.1e}, allowed {allowed:.1e}" if error > allowed else None), error

@@ -1,0 +1,112 @@
+"""The measurement of sampling: every way is checked, then timed beside one read of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..inputs import extra_bytes, lacking, out_of_memory
+from ..peers import Peer, first_line
+from ..result import ONE_READ, CaseResult, Result
+from ..run import FLUSHES_OF_AUTOGRAD, refusal
+from ..suites import Measures
+from ..timing import Against, Clock, Flush, Times, clock_for
+from .cases import TokenCase
+from .peers import OursTokens
+from .reference import wrong
+
+Call = Callable[[], Any]
+
+ABOVE = 20.0
+"""Distance of one logit of a peaked row from the others: its token has 0.999 of the probability of 128256 tokens."""
+
+EXPONENTS = 1.0, 2.0
+"""Least and largest exponent of the Zipf-like rows: the probability of a token falls as this power of its rank."""
+
+FLOAT64_COPIES = 12
+"""Tensors of the shape of the logits, in float64 or int64, that the check holds at once."""
+
+KIND: Measures = "token time"
+
+
+def run_tokens(
+    cases: Iterable[TokenCase], everybody: Sequence[Peer], device: Any, repeat_ms: float
+) -> Iterator[CaseResult]:
+    """Measure the cases, one at a time.
+
+    Args:
+        cases: The cases.
+        everybody: `OursTokens` and other ways, all of them present.
+        device: A torch device.
+        repeat_ms: Milliseconds for each measurement.
+    """
+    clock = clock_for(device, max(peer.flushes for peer in everybody))
+    for case in cases:
+        if reason := lacking(FLOAT64_COPIES * 8 * case.elements, device):
+            yield CaseResult(case, skipped=reason, measures=KIND)
+            continue
+        try:
+            yield _measure(case, everybody, device, repeat_ms, clock)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}", measures=KIND)
+
+
+def make_logits(case: TokenCase, device: Any) -> Any:
+    """The logits of a case.
+
+    "normal" are normal numbers, and "peaked" are such with one large logit in each row.  "zipf" stands for the logits
+    of a language model, none of which are recorded here: probabilities fall as a power of the rank, another power in
+    each row, times the exponential of a normal number, and the tokens are in any order.
+    """
+    import torch
+
+    where: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(case.elements)}
+    x = torch.randn(case.shape, **where)
+    if case.logits == "peaked":
+        x[:, case.shape[1] // 3] += ABOVE
+    if case.logits == "zipf":
+        rank = torch.rand(case.shape, **where).argsort(-1) + 1.0
+        x -= torch.linspace(*EXPONENTS, case.rows, device=device).unsqueeze(1) * rank.log()
+    return x.to(getattr(torch, case.dtype))
+
+
+def _measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    from onlinesoftmax import logsumexp
+
+    x = make_logits(case, device)
+    results, calls = [], dict[str, Call]()
+    for peer in everybody:
+        result, call = _checked(case, peer, x)
+        results.append(result)
+        if result.status == "ok" and call is not None:
+            calls[peer.name] = call
+    everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, x, -1)}
+    samples = clock.measure(everything, repeat_ms, Flush(everything, FLUSHES_OF_AUTOGRAD))
+    read = Times.of(samples[ONE_READ])
+
+    def timed(result: Result) -> Result:
+        if result.who not in calls:
+            return result
+        found, times = samples[result.who], Times.of(samples[result.who])
+        against = Against.of(found, samples["torch"]) if "torch" in calls and result.who != "torch" else None
+        return replace(result, times=times, of_read=times.median_us / read.median_us, against_torch=against)
+
+    return CaseResult(case, results=[timed(each) for each in results], measures=KIND, one_read=read)
+
+
+def _checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call | None]:
+    """The result of a way without times, and its call."""
+    if reason := peer.supports(case):
+        return Result(peer.name, "refused", reason), None
+    try:
+        call = partial(peer.prepare(case), x)
+        reason, error = wrong(case, x, call(), peer.seeds(case) if isinstance(peer, OursTokens) else None)
+        extra = extra_bytes(call, x.device) if peer.in_torch else None
+    except Exception as failure:  # whatever another library raises is its refusal, not our crash
+        return refusal(peer, None, failure), None
+    lacks = getattr(peer, "lacks", {}).get(case.asked, "") if not peer.ours else ""
+    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=lacks), call

@@ -1,0 +1,124 @@
+"""The suites of tokens: exact thresholds, every way that runs on a CPU, wrong ways, records."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark measures torch tensors")
+
+import torch
+from bench_cases import CPU, call
+
+from onlinesoftmax.lab.bench import tables
+from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, TokenCase
+from onlinesoftmax.lab.bench.sampling.peers import TOKEN_PEERS, OursTokens, TorchTokens
+from onlinesoftmax.lab.bench.sampling.reference import threshold_of, wrong
+from onlinesoftmax.lab.bench.sampling.run import make_logits, run_tokens
+
+HERE = [peer("cpu") for name, peer in TOKEN_PEERS.items() if name != "compile" and peer("cpu").why_absent() is None]
+CASES = [
+    TokenCase(name, (3, 1500), 1, dtype, logits=logits, asked=asked)
+    for name in ASKED
+    for asked, (dtype, logits) in zip(ASKED[name], cycle((("float32", "zipf"), ("bfloat16", "peaked"))), strict=False)
+]  # fmt: skip
+ALL = TokenCase(SAMPLE, (3, 1500), 1, "float32", asked="all, top 20")
+
+
+def test_thresholds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = torch.tensor([[0.4, 0.3, 0.2, 0.06, 0.04]], dtype=torch.float64).log()
+    for given, kept in (
+        ({}, 5), ({"top_k": 3}, 3), ({"top_p": 0.65}, 2), ({"top_p": 0.75}, 3), ({"min_p": 0.6}, 2),
+        ({"top_k": 2, "top_p": 0.57}, 1), ({"top_k": 2, "top_p": 0.58}, 2), ({"temperature": 0.0}, 1),
+    ):  # fmt: skip
+        monkeypatch.setitem(ASKED[SAMPLE], "these", given)
+        case = TokenCase(SAMPLE, (1, 5), 1, "float32", asked="these")
+        assert int((order >= threshold_of(case, order)).sum()) == kept, given
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.asked} {case.dtype}")
+def test_every_way_on_a_cpu_is_right_or_refuses(case: TokenCase) -> None:
+    # XLA compiles for a second, so JAX runs two cases.
+    everybody = [peer for peer in HERE if peer.name != "jax" or case.asked in ("all, top 20", "k 20")]
+    (found,) = run_tokens([case], [OursTokens("cpu"), *everybody], CPU, 1)
+    assert set(found.yardsticks) == {"one read"}
+    assert [(result.who, result.status) for result in found.results if result.status != "ok"] == []
+    for result in found.results:
+        assert result.of_read is not None
+        assert result.of_read > 0
+
+
+def test_peaked_rows_have_one_token_and_zipf_rows_have_a_tail() -> None:
+    case = TokenCase(SAMPLE, (4, 1 << 16), 1, "float32", logits="peaked", asked="none")
+    assert make_logits(case, CPU).softmax(-1).amax() > 0.999
+    p = make_logits(replace(case, logits="zipf"), CPU).softmax(-1).sort(descending=True).values
+    assert (p[:, 0] < 0.9).all()
+    assert p[:, :100].sum(-1).diff().amin() > 0
+
+
+class Late(TorchTokens):
+    """The token with the smallest score."""
+
+    name = "late"
+
+    def of_logits(self, case: TokenCase) -> Any:
+        return lambda x: (x.argmin(-1),)
+
+
+def test_a_token_that_is_not_kept_has_no_time() -> None:
+    (found,) = run_tokens([replace(ALL, asked="top-k 50")], [OursTokens("cpu"), Late("cpu")], CPU, 1)
+    late = found.results[1]
+    assert (late.status, late.reason, late.times) == ("wrong", "3 of 3 tokens are not kept", None)
+
+
+def test_ours_has_to_be_exact() -> None:
+    x, ours = make_logits(ALL, CPU), OursTokens("cpu")
+    seed, found = ours.seeds(ALL), ours.prepare(ALL)(x)
+    assert wrong(ALL, x, found, seed)[0] is None
+    for field, value, words in (
+        ("token", found.top_tokens[:, 3], "another token"), ("kept", found.kept + 1, "another number of kept"),
+        ("logprob", found.logprob + 1e-4, "log-probability: error 1.0e-04"),
+        ("top_logprobs", found.top_logprobs * 1.001, "log-probability: error"),
+    ):  # fmt: skip
+        reason = wrong(ALL, x, found._replace(**{field: value}), seed)[0]
+        assert words in str(reason), field
+    k = replace(ALL, operation=TOPK, asked="k 20")
+    best = ours.prepare(k)(x)
+    assert wrong(k, x, tuple(best), seed)[0] is None
+    assert wrong(k, x, (best.values, best.indices.flip(1)))[0] == "the 20 largest are others"
+
+
+def test_a_suite_of_tokens_writes_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.json"
+    shape = ("--shape", "2x1100", "--dtype", "bfloat16", "--repeat", "1", "--device", "cpu")
+    done = call("--suite", "topk", *shape, "--peers", "torch,flashinfer", "-o", path)
+    assert done.exit_code == 0, done.output
+    assert "2x1100 zipf, k 1024" in done.stdout
+    content = json.loads(path.read_text())
+    assert content["measures"] == "token time"
+    assert content["absent"].keys() == {"flashinfer"}
+    found = tables.read_cases(content)
+    assert [each.as_dict() for each in found] == content["cases"]
+    assert tables.table_of(found, content).header[3:6] == ("who", "time us", "of read")
+    pytest.importorskip("jsonschema", reason="a report checks its records")
+    from onlinesoftmax.lab.report.records import read, series
+
+    (record,), mistakes, others = read([path])
+    assert (mistakes, others, series(record)["panels"]) == ([], [], [])
+
+
+def test_wrong_arguments_of_a_suite_of_tokens() -> None:
+    for arguments, words in (
+        (("--shape", "4x8x9"), "needs two sizes, rows x tokens"),
+        (("--shape", "4x1000"), "a row has only 1000 tokens"),
+        (("--op", "softmax"), "--op does not go with --suite topk"),
+        (("--peers", "liger"), "unknown peer 'liger'; there are: torch, compile, flashinfer"),
+    ):
+        done = call("--suite", "topk", "--quick", "--device", "cpu", *arguments)
+        assert done.exit_code == 2
+        assert words in done.output
