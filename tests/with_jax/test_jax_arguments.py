@@ -113,6 +113,11 @@ MORE: dict[str, list[Refused]] = {
         ({"index": jnp.zeros(2)}, TypeError, "index must be integers, got float32"),
         ({"index": jnp.zeros(3, int)}, ValueError, r"integer index must have the shape \(2,\)"),
         ({"entropy": 1}, TypeError, "entropy must be a bool, not int"),
+        ({"support": (LABELS, LABELS)}, ValueError, r"support's offsets must have rows \+ 1 = 3 elements, got 2"),
+        ({"support": (LABELS, [0, 1, 2])}, TypeError, "support's offsets must be an array, not list"),
+        ({"support": (LABELS, LABELS), "axis": None}, ValueError, "support needs a single axis, got None"),
+        ({"support": (LABELS, LABELS), "axis_name": "x"}, ValueError, "support does not work with axis_name"),
+        ({"support": (LABELS, LABELS), "index": LABELS[:1]}, ValueError, r"index of shape \(1,\) has other rows"),
     ],
 }  # fmt: skip
 

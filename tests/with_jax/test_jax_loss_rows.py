@@ -50,6 +50,34 @@ def test_wrong_labels_give_nan_and_no_gradient(strategy: str | None) -> None:
     np.testing.assert_array_equal(np.any(wide(dx_of_logprob) != 0, -1), [True, False, False, False, False])
 
 
+def test_rows_that_are_restricted_to_a_support() -> None:
+    """Rows of two elements and of three, of none, and of one that is no element; an element outside; one to ignore."""
+    x, target = logits(6, 70).at[0, 3].set(jnp.nan), jnp.asarray([69, 0, 1, 4, 5, -100])
+    ids = jnp.asarray([4, 69, 0, 7, 40, 70, 4, 9, 6, 5, 8, *[-1] * 7])
+    support = ids, jnp.asarray([0, 2, 5, 5, 6, 8, 11])
+
+    def found(x: Any) -> Any:
+        return osj.token_logprobs(x.T, target, 0, support=support, scale=0.5, ignore_index=-100)
+
+    def expected(x: Any) -> Any:
+        rows = [jax.nn.log_softmax(0.5 * x[0, ids[:2]]), jax.nn.log_softmax(0.5 * x[1, ids[2:5]])]
+        return jnp.stack([rows[0][1], rows[1][0]]), jnp.stack([-jnp.sum(jnp.exp(row) * row) for row in rows])
+
+    def with_gradient(f: Any) -> Any:
+        def total(x: Any) -> Any:
+            y = f(x)
+            return sum(jnp.sum(t) for t in y[:2]), y
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(x)
+
+    ((_, got), dx), ((_, want), dx_wanted) = map(with_gradient, (found, expected))
+    for a, b in zip(got, want, strict=False):
+        np.testing.assert_allclose(a[:2], b, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(got.logprob[2:], [np.nan, np.nan, -np.inf, 0])
+    np.testing.assert_allclose(dx[:2], dx_wanted[:2], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(np.any(dx != 0, -1), [True, True, False, False, True, True])
+
+
 ROWS = {
     "-inf": [-np.inf, -np.inf, -np.inf],
     "a -inf": [-np.inf, 1.0, 0.0],

@@ -307,8 +307,9 @@ def cross_entropy(
 
 def token_logprobs(
     logits: ArrayLike, index: ArrayLike, axis: Axis = -1, where: ArrayLike | None = None, *,
-    ignore_index: int | None = None, entropy: bool = True, scale: Any = 1.0, softcap: float | None = None,
-    backend: Backend | None = None, strategy: Strategy | None = None, axis_name: AxisName = None,
+    ignore_index: int | None = None, support: tuple[ArrayLike, ArrayLike] | None = None, entropy: bool = True,
+    scale: Any = 1.0, softcap: float | None = None, backend: Backend | None = None, strategy: Strategy | None = None,
+    axis_name: AxisName = None,
 ) -> TokenLogprobs:  # fmt: skip
     """The log-probability of one element of every row, with the entropy and the logsumexp of the row.
 
@@ -324,6 +325,8 @@ def token_logprobs(
         where: Boolean array that broadcasts to the shape of the logits.  An element where it is False has
             probability 0.
         ignore_index: An index whose logprob is 0 without a gradient, as of padding; None where there is none.
+        support: (token_ids, offsets), the elements that each row is restricted to, as for
+            `onlinesoftmax.token_logprobs`; with a single axis, and without axis_name.
         entropy: Compute the entropy.
         scale, softcap, backend, strategy: As for `softmax`.
         axis_name: As for `cross_entropy`.  The devices exchange one state per row, of 12 bytes, or 16 with the entropy.
@@ -352,6 +355,10 @@ def token_logprobs(
     """
     options = options_of(scale, softcap, None, where)
     choice = Choice(backend, strategy)
+    if support is not None:
+        if axis_name is not None:
+            raise ValueError("token_logprobs: support does not work with axis_name")
+        return loss_run.run_truncated(logits, index, axis, options, entropy, choice, ignore_index, support)
     return loss_run.run_tokens(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
 
 

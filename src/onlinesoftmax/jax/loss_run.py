@@ -11,15 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
+from ..core.arguments import Library
 from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
+from ..ops.token_logprobs.support import checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from . import custom_op, loss_total
 from .eager import filled, logsumexp_of, scores, scores_at
 from .exchange import signed, whole_target
 from .loss_total import LossReduction
-from .prepare import Axis, Rows, as_array, axes_of, check_no_list, checked_input, rows_of
+from .prepare import Axis, Rows, as_array, axes_of, check_no_list, checked_array, checked_input, rows_of
 from .run import Numbers, call_on, results
 from .signature import Values
 
@@ -109,9 +111,7 @@ def run_tokens(
     custom_op.check(TOKEN_LOGPROBS, choice)
     if not isinstance(entropy, bool):
         raise TypeError(f"{TOKEN_LOGPROBS}: entropy must be a bool, not {type(entropy).__name__}")
-    x, index = checked_input(TOKEN_LOGPROBS, logits), _labels(TOKEN_LOGPROBS, "index", index)
-    if not jnp.issubdtype(index.dtype, jnp.integer):
-        raise TypeError(f"{TOKEN_LOGPROBS}: index must be integers, got {index.dtype}")
+    x, index = checked_input(TOKEN_LOGPROBS, logits), _index(index)
     counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
     # The index of a row that counts for nothing is often no token, whose logprob would be NaN.
     index = index if counted is None else jnp.where(counted, index, 0)
@@ -133,6 +133,46 @@ def run_tokens(
     y = found["y"] if columns is None else rows.back_of_row(_of_columns(rows, columns, m, l))
     y = y if counted is None else jnp.where(counted, y, 0)
     return TokenLogprobs(y, found["entropy"] if entropy else None, logsumexp_of(m, l))
+
+
+def _check_array(name: str, argument: str, t: Any, *_: Any) -> None:
+    if not isinstance(t, jax.Array | np.ndarray):
+        raise TypeError(f"{name}: {argument} must be an array, not {type(t).__name__}")
+
+
+_JAX = Library(
+    _check_array, _check_array, lambda t: "integer" if jnp.issubdtype(t.dtype, jnp.integer) else "other",
+    lambda *_: True, lambda *_: "",
+)  # fmt: skip
+"""JAX's arrays for the checks of a support."""
+
+
+def run_truncated(
+    logits: Any, index: Any, axis: Axis, options: ScoreOptions, entropy: bool, choice: Choice, ignore_index: Any,
+    support: Any,
+) -> TokenLogprobs:  # fmt: skip
+    """`run_tokens` of the distribution of the tokens in `support`."""
+    x, index = checked_input(TOKEN_LOGPROBS, logits), _index(index)
+    axes = axes_of(TOKEN_LOGPROBS, axis, x.ndim)
+    if len(axes) != 1:
+        raise ValueError(f"{TOKEN_LOGPROBS}: support needs a single axis, got {axis}")
+    (at,) = axes
+    several = index.shape[at : at + 1] if index.ndim == x.ndim else ()
+    if index.shape != (*x.shape[:at], *several, *x.shape[at + 1 :]):
+        raise ValueError(
+            f"{TOKEN_LOGPROBS}: index of shape {index.shape} has other rows than logits of shape {x.shape}"
+        )
+    if options.mask is not None:
+        options = options._replace(mask=checked_array(TOKEN_LOGPROBS, x, "mask", options.mask))
+    counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
+    token_ids, offsets, n = checked_support(_JAX, TOKEN_LOGPROBS, x, at, support)
+    kept = (signed(jnp.asarray(token_ids)), signed(jnp.asarray(offsets)))
+    call = truncated(jnp, jnp.take_along_axis, x, index, at, options, kept, jnp.arange(n))
+    # The results of these targets are replaced, and NaN would be an error with `jax_debug_nans`.
+    replaced = call.outside if counted is None else call.outside | ~counted
+    found = run_tokens(call.x, jnp.where(replaced, 0, call.index), at, call.options, entropy, choice)
+    y = excluding(jnp, found.logprob, found.lse, call.outside, at)
+    return found._replace(logprob=y if counted is None else jnp.where(counted, y, 0))
 
 
 def _columns(index: Array, rows: Rows) -> Array:
@@ -213,6 +253,13 @@ def _labels(name: str, argument: str, labels: Any) -> Array:
     found = jnp.asarray(labels)
     if jnp.issubdtype(found.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument} must not be complex, got {found.dtype}")
+    return found
+
+
+def _index(index: Any) -> Array:
+    found = _labels(TOKEN_LOGPROBS, "index", index)
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise TypeError(f"{TOKEN_LOGPROBS}: index must be integers, got {found.dtype}")
     return found
 
 

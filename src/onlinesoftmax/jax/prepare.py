@@ -154,7 +154,7 @@ def _checked_options(name: str, x: Array, axes: tuple[int, ...], options: ScoreO
         value = getattr(options, option.name)
         if not option.tensor or value is None or isinstance(value, float):
             continue
-        t = _checked_array(name, x, option.name, value)
+        t = checked_array(name, x, option.name, value)
         if option.kind == "row" and math.prod(t.shape) != 1:
             check_one_per_row(name, option.name, t.shape, x.shape, axes, ValueError)
         elif option.kind != "row" and len(axes) > 1:
@@ -177,7 +177,7 @@ def as_array(name: str, argument: str, value: Any) -> Array:
         raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}") from None
 
 
-def _checked_array(name: str, x: Array, option: str, value: Any) -> Array:
+def checked_array(name: str, x: Array, option: str, value: Any) -> Array:
     """An array of the score options, with as many axes as x."""
     argument = ARGUMENTS.get(option, option)
     if SCORE_OPTIONS[option].kind == "row":

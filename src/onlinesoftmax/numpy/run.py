@@ -107,7 +107,7 @@ def run_tokens(
         kept = int64_support(x, axis, support)
         call = truncated(np, np.take_along_axis, x, np.asarray(index), axis, options, *kept)
         found = run_tokens(call.x, call.index, axis, call.options, entropy, choice)
-        logprob = excluding(np, found, call.outside, axis)
+        logprob = excluding(np, found.logprob, found.lse, call.outside, axis)
         return found._replace(logprob=np.where(tokens.ignored, logprob.dtype.type(0), logprob))
     row_shape = *x.shape[:axis], *x.shape[axis + 1 :]
     rows = {"lse": np.full(row_shape, -np.inf), **({"entropy": np.zeros(row_shape)} if entropy else {})}

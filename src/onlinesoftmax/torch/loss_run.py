@@ -129,7 +129,8 @@ def _truncated(
     kept = _int64_support(x, axis, support)
     call = truncated(torch, torch.take_along_dim, x, signed(index), axis, options, *kept)
     found = run_tokens(call.x, call.index, axis, call.options, entropy, choice)
-    return TokenLogprobs(excluding(torch, found, call.outside, axis), found.entropy, found.lse)
+    logprob = excluding(torch, found.logprob, found.lse, call.outside, axis)
+    return TokenLogprobs(logprob, found.entropy, found.lse)
 
 
 def _int64_support(x: Tensor, axis: int, support: Any) -> tuple[tuple[Tensor, Tensor], Tensor]:

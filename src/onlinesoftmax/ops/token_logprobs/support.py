@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from ...core.arguments import Library, check_range
 from ...core.arrays import Array
-from ...core.call import TokenLogprobs
 from ...core.options import ScoreOptions
 
 Support = tuple[Array, Array]
@@ -124,13 +123,13 @@ def truncated(
     return Truncated(take(x, ids, axis), place, options._replace(mask=used), outside)
 
 
-def excluding(xp: Any, found: TokenLogprobs, outside: Array, axis: int) -> Array:
+def excluding(xp: Any, logprob: Array, lse: Array, outside: Array, axis: int) -> Array:
     """The log-probabilities, which are -inf where a target is outside the support of a row that has a distribution."""
-    finite = xp.isfinite(found.lse)
+    finite = xp.isfinite(lse)
     if outside.ndim > finite.ndim:
         finite = finite.reshape(*outside.shape[:axis], 1, *outside.shape[axis + 1 :])
-    logprob: Array = xp.where(outside & finite, -xp.inf, found.logprob)
-    return logprob
+    found: Array = xp.where(outside & finite, -xp.inf, logprob)
+    return found
 
 
 def _ids_of_rows(xp: Any, support: Support, places: Array) -> tuple[Array, Array, Array]:
