@@ -48,6 +48,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
         "explanation/__init__.py",
         "distributed/__init__.py",
         "distributed/linear/__init__.py",
+        "distributed/sampling/__init__.py",
         "files/apply.py",
         "linear/__init__.py",
         "linear/module.py",

@@ -60,7 +60,7 @@ KERNELS, EAGER = {"backend": "triton"}, {"backend": "eager"}
 PRELOADED = [
     __name__,
     *(f"{__package__}.{name}" for name in ("benchmark", "dtensors", "fast_path", "files", "fsdp", "passes")),
-    f"{__package__}.sharded_heads",
+    *(f"{__package__}.{name}" for name in ("sampling", "sharded_heads")),
     *(f"onlinesoftmax.kernels.triton.{name}" for name in ("split", "merge", "reduction")),
     "triton.experimental.gluon", "typer.main", "onlinesoftmax.cli.bench", "torch._dynamo.backends.debugging",
     "torch._inductor.lowering", "torch.fx.experimental.symbolic_shapes",

@@ -23,6 +23,7 @@ from distributed import (
     passes,
     peer_memory,
     processes,
+    sampling,
     sharded_heads,
 )
 
@@ -45,8 +46,8 @@ def test_different_calls_are_an_error_on_several_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
-def test_the_passes_over_a_shard_and_heads(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    processes.run_in_turn((passes.everything, sharded_heads.everything), cuts, tmp_path)
+def test_the_passes_over_a_shard_heads_and_sampling(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    processes.run_in_turn((passes.everything, sharded_heads.everything, sampling.everything), cuts, tmp_path)
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
@@ -104,6 +105,8 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
         dtensors.everything,
         passes.everything,
         fast_path.everything,
+        sampling.everything,
+        sampling.on_meshes,
         sharded_heads.everything,
         sharded_heads.on_meshes,
     ],
@@ -282,4 +285,5 @@ def test_shards_that_do_not_fit() -> None:
 
 
 def test_dtensors_are_as_good_as_whole_tensors(tmp_path: Path) -> None:
-    processes.run_in_turn((dtensors.everything, sharded_heads.on_meshes), (0, 1, 2, 3, 4), tmp_path)
+    checks = dtensors.everything, sharded_heads.on_meshes, sampling.on_meshes
+    processes.run_in_turn(checks, (0, 1, 2, 3, 4), tmp_path)

@@ -90,8 +90,14 @@ class MeshLayout(NamedTuple):
         return DTensor.from_local(y, self.mesh, self.placements, run_check=False, shape=shape, stride=strides)
 
     def rows(self, y: Tensor, keepdim: bool = False) -> Tensor:
-        """The DTensor of local results per row; processes that share rows have copies."""
+        """The DTensor of local results per row; processes that share rows have copies.
+
+        Args:
+            y: The local results, which may have more dimensions behind those of the rows.
+            keepdim: True where `y` has the reduced dimensions with size 1.
+        """
         shape = [1 if i in self.dims else n for i, n in enumerate(self.shape) if keepdim or i not in self.dims]
+        shape += y.shape[len(shape) :]
         return DTensor.from_local(
             y.contiguous(), self.mesh, self._row_placements(keepdim), run_check=False, shape=torch.Size(shape),
             stride=contiguous_strides(tuple(shape)),

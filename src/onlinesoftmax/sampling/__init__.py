@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from ..core.arrays import is_dtensor
 from ..kernels.registry import needing
 from .results import Sampled, Support, TopLogprobs, Verified
 
@@ -43,7 +44,8 @@ def sample(
     logits.  No call waits for the GPU.
 
     Args:
-        logits: Floating-point tensor of any shape and strides.
+        logits: Floating-point tensor of any shape and strides.  A DTensor gives DTensors that are sharded as its rows
+            are; if `dim` is sharded, no logits are exchanged (`onlinesoftmax.distributed.sample`).
         temperature: Divisor of the scores.  A row with 0 takes its largest score, of equal ones that with the
             lowest token id.  Rounded to float32.
         top_k: Number of tokens to keep; None, 0, -1 or too many for all.
@@ -83,6 +85,13 @@ def sample(
         >>> found.token, found.kept
         (tensor([1, 0]), tensor([2, 1]))
     """
+    if is_dtensor(type(logits)):
+        given = {
+            "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "offset": offset,
+            "generator": generator, "ties": ties, "top_logprobs": top_logprobs, "logprobs": logprobs,
+            "return_support": return_support,
+        }  # fmt: skip
+        return _of_dtensor(logits, dim, {"softcap": softcap, "bias": bias, "mask": mask}, given)
     arguments, run = _modules()
     x = arguments.checked_logits("sample", logits, dim, 1.0, softcap, bias, mask)
     given = arguments.checked_parameters(x, temperature, top_k, top_p, min_p, ties)
@@ -91,6 +100,18 @@ def sample(
     most = None if return_support is None else arguments.checked_count(x, "return_support", return_support, 1)
     found: Sampled = run.sample(x, given, *arguments.checked_seeds(x, seed, offset, generator), raw, top, most or 0)
     return found
+
+
+def _of_dtensor(logits: Tensor, dim: int, scores: dict[str, Any], given: dict[str, Any]) -> Sampled:
+    """`sample` of a DTensor, from softcap, bias and mask and the other arguments by name."""
+    from ..distributed.sampling import dtensor, run
+
+    here = dtensor.local_call(logits, dim, scores, given)
+    if here.team.groups:
+        return here.results(run.sample(here.logits, here.arguments, here.team))
+    options = here.logits.options
+    more = {"softcap": options.softcap, "bias": options.bias, "mask": options.mask}
+    return here.results(sample(here.logits.x, dim=here.logits.dim, **more, **here.arguments))
 
 
 def topk_logprobs(

@@ -14,6 +14,7 @@ from ..core.call import Call, Settings
 from ..core.options import LARGEST_FLOAT32, ScoreOptions, checked_options
 from ..ops import OPERATIONS
 from ..torch.arguments import TORCH, checked_number
+from ..torch.eager import scores_of
 from .distribution import Parameters
 from .masses import MOST_TOKENS
 
@@ -40,6 +41,16 @@ class Logits(NamedTuple):
     options: ScoreOptions
     rows: tuple[int, ...]
     tokens: int
+
+    def scores(self) -> Tensor:
+        """The scores (rows, tokens), float32 or float64."""
+        return in_rows(scores_of(self.x, self.dim, self.options, torch.float32)[0], self.dim)
+
+
+def in_rows(x: Tensor, dim: int) -> Tensor:
+    """The rows along a dimension, (rows, tokens)."""
+    x = x.movedim(dim, -1)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def checked_logits(

@@ -15,7 +15,7 @@ import torch
 from ..core.options import LARGEST_FLOAT32
 from .masses import MASS_BITS, POWER_OF_TWO
 from .order import largest
-from .results import Sampled
+from .results import Sampled, Support
 
 Tensor = torch.Tensor
 
@@ -181,6 +181,23 @@ def sampled_of(found: Distribution, columns: Tensor, kept: Tensor, dtype: torch.
     logprobs, lse = (t.masked_fill(~found.valid, torch.nan).to(dtype) for t in (logprobs, lse))
     tops = (tokens[:, 1:], logprobs[:, 1:]) if columns.shape[1] > 1 else (None, None)
     return Sampled(tokens[:, 0], logprobs[:, 0], lse.squeeze(1), kept.squeeze(1), found.valid.squeeze(1), *tops)
+
+
+def support_of(tokens: Tensor, kept: Tensor) -> Support:
+    """The tokens that rows keep; a row with more than n has none.
+
+    Args:
+        tokens: The n tokens of each row with the largest scores, in the order of `largest`, (rows, n).
+        kept: Number of tokens that a row keeps, (rows,): whatever the filter, they come first in this order.
+    """
+    (rows, n), places = tokens.shape, torch.arange(tokens.shape[1], device=tokens.device)
+    count = kept.where(kept <= n, 0)
+    used, offsets = places < count.unsqueeze(1), torch.nn.functional.pad(count.cumsum(0), (1, 0))
+    ids = tokens.masked_fill(~used, torch.iinfo(torch.int64).max).sort(1).values
+    # The unused places write behind the end, so that no size depends on the data.
+    at = torch.where(used, offsets[:-1].unsqueeze(1) + places, rows * n)
+    token_ids = ids.new_full((rows * n + 1,), -1).scatter(0, at.flatten(), ids.flatten())
+    return Support(token_ids[:-1], offsets)
 
 
 def _number_kept(scores: Tensor, masses: Tensor, finite: Tensor, given: Parameters) -> Tensor:

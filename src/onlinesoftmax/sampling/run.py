@@ -12,11 +12,20 @@ from ..kernels import registry
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
-from .arguments import LARGEST_INT64, Logits
-from .distribution import Distribution, Parameters, distribution_of, log_of, log_sum_of, masses_of, sampled_of
+from .arguments import LARGEST_INT64, Logits, in_rows
+from .distribution import (
+    Distribution,
+    Parameters,
+    distribution_of,
+    log_of,
+    log_sum_of,
+    masses_of,
+    sampled_of,
+    support_of,
+)
 from .noise import gumbel
 from .order import largest, rank_of
-from .results import Sampled, Support, TopLogprobs, Verified
+from .results import Sampled, TopLogprobs, Verified
 from .verification import verified
 
 Tensor = torch.Tensor
@@ -44,30 +53,13 @@ def sample(
     if found is None and listed > top:
         # A kernel may list fewer tokens than the support needs.
         found = _by_kernel(logits, *given, top)
-        tokens = None if found is None else largest(_scores(logits), most)
-    found = found or _in_chunks(_scores(logits), *given, listed)
+        tokens = None if found is None else largest(logits.scores(), most)
+    found = found or _in_chunks(logits.scores(), *given, listed)
     tops: list[Any] = [found.top_tokens, found.top_logprobs]
-    support = _support((tops[0] if tokens is None else tokens)[:, :most], found.kept) if most else None
+    support = support_of((tops[0] if tokens is None else tokens)[:, :most], found.kept) if most else None
     tops = [t[:, :top] if top else None for t in tops]
     of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in (*found[:5], *tops)]
     return Sampled(*[*of_rows, support])
-
-
-def _support(tokens: Tensor, kept: Tensor) -> Support:
-    """The tokens that rows keep; a row with more than n has none.
-
-    Args:
-        tokens: The n tokens of each row with the largest scores, in the order of `largest`, (rows, n).
-        kept: Number of tokens that a row keeps, (rows,): whatever the filter, they come first in this order.
-    """
-    (rows, n), places = tokens.shape, torch.arange(tokens.shape[1], device=tokens.device)
-    count = kept.where(kept <= n, 0)
-    used, offsets = places < count.unsqueeze(1), torch.nn.functional.pad(count.cumsum(0), (1, 0))
-    ids = tokens.masked_fill(~used, LARGEST_INT64).sort(1).values
-    # The unused places write behind the end, so that no size depends on the data.
-    at = torch.where(used, offsets[:-1].unsqueeze(1) + places, rows * n)
-    token_ids = ids.new_full((rows * n + 1,), -1).scatter(0, at.flatten(), ids.flatten())
-    return Support(token_ids[:-1], offsets)
 
 
 def _by_kernel(
@@ -81,7 +73,7 @@ def _by_kernel(
         return None
     from .kernels import cuda
 
-    return cuda.sample(_rows(x, logits.dim), parameters, seed, offset, raw, top)
+    return cuda.sample(in_rows(x, logits.dim), parameters, seed, offset, raw, top)
 
 
 def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
@@ -124,7 +116,7 @@ def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     """
     x, dim, options, rows = logits.x, logits.dim, logits.options, logits.rows
     with torch.no_grad():
-        scores = _scores(logits)
+        scores = logits.scores()
         indices = largest(scores, k)
         of_target = None if target is None else target.reshape(-1).long()
         rank = None if of_target is None else rank_of(scores, of_target).reshape(rows)
@@ -154,25 +146,14 @@ def verify(
         seed, offset: What the noise of the first position of each row is made of.
     """
     *rows, n = drafts.shape
-    scores, positions = _scores(target), torch.arange(n + 1, device=drafts.device)
+    scores, positions = target.scores(), torch.arange(n + 1, device=drafts.device)
     of_target = distribution_of(scores, parameters.map(lambda t: t.repeat_interleave(n + 1)))
     of_draft = None
     if draft is not None:
-        of_draft = distribution_of(_scores(draft), parameters.map(lambda t: t.repeat_interleave(n)))
+        of_draft = distribution_of(draft.scores(), parameters.map(lambda t: t.repeat_interleave(n)))
     seeds = seed.repeat_interleave(n + 1), (offset.unsqueeze(1) + positions).flatten()
     left = verified(of_target, drafts.reshape(len(seed), n).long(), of_draft, *seeds, scores.dtype)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
-
-
-def _scores(logits: Logits) -> Tensor:
-    """The scores (rows, tokens), float32 or float64."""
-    return _rows(scores_of(logits.x, logits.dim, logits.options, torch.float32)[0], logits.dim)
-
-
-def _rows(x: Tensor, dim: int) -> Tensor:
-    """The rows along a dimension, (rows, tokens)."""
-    x = x.movedim(dim, -1)
-    return x.reshape(-1, x.shape[-1])
 
 
 def _without_filters(found: Distribution, wide: bool) -> Distribution:

@@ -1,0 +1,251 @@
+"""A token of each row whose tokens are sharded over processes: that of `onlinesoftmax.sample` of the whole row.
+
+    leaders      every process sends its largest scores, and learns the largest of whole rows: one all-gather
+    threshold    of top_k and top_p: from the leaders, or by exchanges of bins (thresholds.py)
+    winner       every process sends the mass and the number of its kept tokens, and the best of them: one all-gather
+
+Every process merges the same numbers, and so gets the same results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ...core.processes import gathered
+from ...sampling.arguments import (
+    LARGEST_INT64,
+    Logits,
+    checked_choice,
+    checked_count,
+    checked_parameters,
+    checked_seeds,
+)
+from ...sampling.distribution import (
+    Distribution,
+    Parameters,
+    below,
+    constants_of,
+    log_of,
+    log_sum_of,
+    masses_of,
+    reaches_min_p,
+    sampled_of,
+    support_of,
+)
+from ...sampling.noise import gumbel
+from ...sampling.order import largest
+from ...sampling.results import Sampled
+from ..shards import Shards
+from .thresholds import Candidates, Slices, Threshold, threshold_of
+
+Tensor = torch.Tensor
+
+MOST_CANDIDATES = 1024
+"""Largest number top_k whose threshold is found among the leaders: each process sends 16 KiB for each row."""
+
+
+class Team(NamedTuple):
+    """The processes that share rows.
+
+    Attributes:
+        groups: Process groups over which the tokens are sharded; several are the axes of a grid of processes.
+        shards: Position of the local tokens.
+    """
+
+    groups: tuple[Any, ...]
+    shards: Shards
+
+
+class Slice(NamedTuple):
+    """The tokens of this process.
+
+    Attributes:
+        scores: Scores (rows, tokens).
+        first: Number of tokens on the processes before this one.
+        tokens: Token ids (tokens,).
+        groups: The process groups that have the other tokens.
+    """
+
+    scores: Tensor
+    first: int
+    tokens: Tensor
+    groups: tuple[Any, ...]
+
+
+class Leaders(NamedTuple):
+    """The largest scores of whole rows, by falling size, ties by the lower token id; the same on every process.
+
+    Attributes:
+        scores, tokens: Scores and token ids, (rows, columns).
+        last, hidden: For each process, the least score that it sent, and how many more of its tokens have this score,
+            both (rows, processes).
+    """
+
+    scores: Tensor
+    tokens: Tensor
+    last: Tensor
+    hidden: Tensor
+
+    def candidates(self) -> Candidates:
+        """All scores from the least on that a process sent, for the threshold of top_k."""
+        scores = torch.cat([self.scores, self.last], 1)
+        counts = torch.cat([torch.ones_like(self.tokens), self.hidden], 1)
+        counts = counts.where(below(scores, self.scores[:, :1].double()) > -torch.inf, 0)
+        order = largest(scores, scores.shape[1])
+        return Candidates(scores.gather(1, order), counts.gather(1, order))
+
+
+class Filter(NamedTuple):
+    """The filters of rows, and constants of the rows, (rows, 1).
+
+    Attributes:
+        given: The parameters.
+        m: Largest score, float64.
+        temperature, greedy, valid: As `constants_of` returns them.
+        best: Token with the largest score.
+        threshold: Threshold of top_k and top_p; None without them.
+    """
+
+    given: Parameters
+    m: Tensor
+    temperature: Tensor
+    greedy: Tensor
+    valid: Tensor
+    best: Tensor
+    threshold: Threshold | None
+
+    def kept(self, scores: Tensor, tokens: Tensor, before: Tensor | int) -> Tensor:
+        """True for the tokens that can be sampled; `before` as for `Threshold.kept`."""
+        z = below(scores, self.m)
+        kept = z > -torch.inf
+        if self.threshold is not None:
+            kept = self.threshold.kept(scores, kept.long(), before) > 0
+        kept = kept & reaches_min_p(z, self.temperature, self.given)
+        return torch.where(self.greedy, tokens == self.best, kept)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def sample(logits: Logits, arguments: Mapping[str, Any], team: Team) -> Sampled:
+    """A token of each row.
+
+    Args:
+        logits: The logits of this process.
+        arguments: The other arguments of the public function by name, without score options.
+        team: The processes.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: an argument is wrong.
+    """
+    name, top_k = logits.name, arguments["top_k"]
+    filters = (arguments[key] for key in ("temperature", "top_k", "top_p", "min_p", "ties"))
+    given = checked_parameters(logits, *filters)
+    raw = checked_choice(name, "logprobs", arguments["logprobs"], ("processed", "raw")) == "raw"
+    top, most = checked_count(logits, "top_logprobs", arguments["top_logprobs"], 0), 0
+    if arguments["return_support"] is not None:
+        most = checked_count(logits, "return_support", arguments["return_support"], 1)
+    seed, offset = checked_seeds(logits, *(arguments[key] for key in ("seed", "offset", "generator")))
+    # Without rows there is nothing to send.
+    groups, few = team.groups if len(seed) else (), None
+    if given.top_k is not None and not isinstance(top_k, Tensor) and top_k <= MOST_CANDIDATES:
+        few = top_k
+    if arguments["seed"] is None:
+        seed = gathered(seed, *groups)[0]
+    found, tokens = _sample(_slice(logits, team.shards, groups), given, (seed, offset), few, raw, (top, most))
+    of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in found[:7]]
+    return Sampled(*[*of_rows, support_of(tokens, found.kept) if most else None])
+
+
+def _slice(logits: Logits, shards: Shards, groups: tuple[Any, ...]) -> Slice:
+    scores, first = logits.scores(), shards.first
+    tokens = torch.arange(first, first + shards.cols, device=scores.device)
+    if not shards.cols:
+        # The maximum of no scores does not exist.  This one is no token, and nothing keeps it.
+        scores, tokens = scores.new_full((len(scores), 1), -torch.inf), tokens.new_full((1,), LARGEST_INT64)
+    return Slice(scores, first, tokens, groups)
+
+
+def _sample(
+    here: Slice, given: Parameters, noise: tuple[Tensor, Tensor], few: int | None, raw: bool, listed: tuple[int, int]
+) -> tuple[Sampled, Tensor]:
+    """(`sample` of scores (rows, tokens) without a support, the tokens that a support is taken from).
+
+    Args:
+        here: The local tokens.
+        given: Parameters.
+        noise: Seed and offset of each row.
+        few: top_k of all rows if it is one number, and not more than MOST_CANDIDATES; else None.
+        raw: True for log-probabilities of the scores as they are, without temperature and filters.
+        listed: Number of the largest log-probabilities, and most tokens of a row in the support.
+    """
+    top, most = listed
+    leaders = _leaders(here, max(top, most, few or 1))
+    m, best = leaders.scores[:, :1].double(), leaders.tokens[:, :1]
+    filters = Filter(given, m, *constants_of(m, given), best, None)
+    before: Tensor | int = 0
+    if given.top_k is not None or given.top_p is not None:
+        rows = Slices(here.scores, (below(here.scores, m) > -torch.inf).long(), here.groups)
+        threshold = threshold_of(rows if few is None else leaders.candidates(), given, m, filters.temperature)
+        filters = filters._replace(threshold=threshold)
+        if given.first:
+            ahead = (leaders.scores == threshold.score) & (leaders.tokens < here.first)
+            before = rows.before(threshold.score) if few is None else ahead.sum(1, keepdim=True)
+    token, z, kept, log_sum = _winner(here, filters, before, noise, raw)
+
+    scores, tokens = leaders.scores[:, :top], leaders.tokens[:, :top]
+    named = torch.cat([torch.ones_like(kept, dtype=torch.bool), filters.kept(scores, tokens, 0)], 1)
+    temperature = filters.temperature
+    if raw:
+        named, temperature = torch.ones_like(named), torch.ones_like(temperature)
+    found = Distribution(
+        torch.cat([token, tokens], 1), torch.cat([z, below(scores, m)], 1), named, m, temperature, log_sum,
+        filters.valid,
+    )  # fmt: skip
+    columns = torch.arange(1 + top, device=m.device).expand(len(m), 1 + top)
+    return sampled_of(found, columns, kept, scores.dtype), leaders.tokens[:, :most]
+
+
+def _leaders(here: Slice, count: int) -> Leaders:
+    """The largest scores of whole rows, from so many of each process."""
+    columns = largest(here.scores, min(count, here.scores.shape[1]))
+    missing = len(columns), count - columns.shape[1]
+    scores = torch.cat([here.scores.gather(1, columns), here.scores.new_full(missing, -torch.inf)], 1)
+    tokens = torch.cat([here.tokens[columns], here.tokens.new_full(missing, LARGEST_INT64)], 1)
+    last = scores[:, -1:]
+    hidden = (here.scores == last).sum(1, keepdim=True) - (scores == last).sum(1, keepdim=True)
+    sent = torch.cat([scores.double().view(torch.int64), tokens, hidden], 1)
+    found = gathered(sent, *here.groups).transpose(0, 1)
+    scores = found[:, :, :count].view(torch.float64).to(scores.dtype)
+    last, hidden = scores[:, :, -1], found[:, :, -1]
+    scores, tokens = scores.flatten(1), found[:, :, count:-1].flatten(1)
+    order = tokens.argsort(1)
+    order = order.gather(1, largest(scores.gather(1, order), scores.shape[1]))
+    return Leaders(scores.gather(1, order), tokens.gather(1, order), last, hidden)
+
+
+def _winner(
+    here: Slice, filters: Filter, before: Tensor | int, noise: tuple[Tensor, Tensor], raw: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(token, z, number, log_sum), each (rows, 1): the sampled token, its score less the largest, the number of kept
+    tokens, and the logarithm of the sum of exp(z / temperature) that log-probabilities refer to.
+    """
+    scores, temperature, wide = here.scores, filters.temperature, here.scores.dtype == torch.float64
+    z, kept = below(scores, filters.m), filters.kept(scores, here.tokens, before)
+    keys = z + temperature * gumbel(*noise, scores.shape[1], first=here.first)
+    keys = keys.masked_fill(~kept, -torch.inf)
+    at = keys.argmax(1, keepdim=True)
+    divisor, summed = (torch.ones_like(temperature), z > -torch.inf) if raw else (temperature, kept)
+    if wide:
+        total = log_sum_of(z / divisor, summed).view(torch.int64)
+    else:
+        total = masses_of(z, divisor, False).where(summed, 0).sum(1, keepdim=True)
+    best = [t.gather(1, at).view(torch.int64) for t in (keys, z)]
+    sent = torch.cat([*best, here.tokens[at], kept.sum(1, keepdim=True), total], 1)
+    keys, z, tokens, numbers, totals = gathered(sent, *here.groups).permute(2, 1, 0)
+    keys, z = keys.view(torch.float64), z.view(torch.float64)
+    at = tokens.where(keys == keys.amax(1, keepdim=True), LARGEST_INT64).argmin(1, keepdim=True)
+    log_sum = totals.view(torch.float64).logsumexp(1, keepdim=True) if wide else log_of(totals.sum(1, keepdim=True))
+    return tokens.gather(1, at), z.gather(1, at), numbers.sum(1, keepdim=True), log_sum
