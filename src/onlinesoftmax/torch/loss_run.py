@@ -127,7 +127,7 @@ def _truncated(
     axis = check_token_arguments(x, index, dim)
     check_options(Call(TOKEN_LOGPROBS, x, Settings(axis), options))
     kept = _int64_support(x, axis, support)
-    call = truncated(torch, torch.take_along_dim, x, signed(index), axis, options, *kept)
+    call = truncated(torch, torch.take_along_dim, x, signed(index).long(), axis, options, *kept)
     found = run_tokens(call.x, call.index, axis, call.options, entropy, choice)
     logprob = excluding(torch, found.logprob, found.lse, call.outside, axis)
     return TokenLogprobs(logprob, found.entropy, found.lse)

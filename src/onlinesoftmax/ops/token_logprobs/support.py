@@ -64,7 +64,8 @@ def checked_support(library: Library, caller: str, x: Array, axis: int, support:
             f"{caller}: support's token_ids must have as many places for each of the {rows} rows, "
             f"got {token_ids.shape[0]}; fill up with -1"
         )
-    return token_ids, offsets, token_ids.shape[0] // max(rows, 1)
+    # A row without tokens has no place, as nothing can be gathered.
+    return token_ids, offsets, token_ids.shape[0] // max(rows, 1) if x.shape[axis] else 0
 
 
 def check_values(name: str, xp: Any, support: Support, places: Array, tokens: int) -> None:
@@ -99,7 +100,7 @@ def truncated(
         xp: The array library.
         take: take(array, indices, axis): `take_along_axis` of the library.
         x: The logits.
-        index: A token of each row, or several along `axis`.
+        index: A token of each row, or several along `axis`, in a dtype that has the number of tokens.
         axis: The dimension of the tokens, counted from 0.
         options: The score options.
         support: Token ids and offsets, int64.
