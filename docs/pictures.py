@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/strategies and of docs/protocols.md, and the chart of docs/plans.md.
+"""Draw the pictures of docs/strategies, docs/protocols.md and docs/sampling.md, and the chart of docs/plans.md.
 
 python docs/pictures.py
 """
@@ -10,6 +10,7 @@ from itertools import combinations
 from pathlib import Path
 
 import matplotlib as mpl
+import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
@@ -17,6 +18,7 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from onlinesoftmax import explain
 from onlinesoftmax.lab.report.charts import COLORS, GREY
 from onlinesoftmax.planner.plan import Plan
+from onlinesoftmax.sampling.noise import gumbel
 
 WIDTH = 16
 """Columns of a drawn row."""
@@ -196,6 +198,28 @@ def launches(axes: Axes) -> None:
     label(axes, 8.4, 0.1, "one colour: one set of mailboxes")
 
 
+def sampling(axes: Axes) -> None:
+    """Scores of tokens, the threshold that keeps five of them, and the noise with which one of these wins."""
+    scores = (1.5, 3.0, 0.6, 2.2, 3.9, 1.1, 2.7, 0.4, 1.8, 3.4, 1.3, 0.8)
+    noise = gumbel(torch.tensor([40]), torch.tensor([0]), len(scores))[0].tolist()
+    least, sums = sorted(scores)[-5], [z + g for z, g in zip(scores, noise, strict=True)]
+    best = max(total for z, total in zip(scores, sums, strict=True) if z >= least)
+    for token, (z, total) in enumerate(zip(scores, sums, strict=True)):
+        x, kept, wins = 1.4 * token, z >= least, total == best
+        color = COLORS[1] if wins else COLORS[0] if kept else GREY
+        axes.add_patch(Rectangle((x, 0), 0.7, z, facecolor=color, alpha=1.0 if kept else 0.35))
+        label(axes, x + 0.35, -0.4, f"{token}", color if wins else GREY)
+        if kept:
+            # Beside its bar, so that noise below 0 shows.
+            arrow(axes, (x + 0.98, z), (x + 0.98, total))
+            axes.plot(x + 0.98, total, "o", color=color, markersize=5)
+    axes.plot((-0.4, 17.0), (least, least), color=GREY, lw=1, ls="--")
+    axes.plot((-0.4, 17.0), (best, best), color=COLORS[1], lw=1, ls=":")
+    label(axes, 18.9, least, "threshold")
+    label(axes, 18.9, best, "largest sum", COLORS[1])
+    label(axes, 8.2, -1.0, "token id · bar: score · arrow: noise of the token")
+
+
 PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "row": (row, (0.0, 5.8)),
     "cluster": (cluster, (-1.2, 6.0)),
@@ -208,6 +232,7 @@ PICTURES: dict[str, tuple[Callable[[Axes], None], tuple[float, float]]] = {
     "stages": (stages, (0.4, 4.0)),
     "loss_words": (loss_words, (0.2, 5.4)),
     "launches": (launches, (-0.3, 4.4)),
+    "sampling": (sampling, (-1.3, 5.8)),
 }
 """The function that draws a picture, and the lower and the upper end of the picture."""
 

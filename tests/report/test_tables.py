@@ -22,6 +22,7 @@ from made_records import record
 from onlinesoftmax.lab.bench.heads.cases import HeadCase
 from onlinesoftmax.lab.bench.record_file import record_name
 from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 from onlinesoftmax.lab.bench.timing import Times
 from onlinesoftmax.lab.report.charts import NAMES, headline, points_of, svg
 from onlinesoftmax.lab.report.records import read
@@ -101,6 +102,21 @@ def test_a_record_of_heads_fills_its_table(tables: Any, tmp_path: Path) -> None:
     assert lines[0] == "| tokens × hidden → classes | three products | ours | Liger |"
     shown = "| 8192\u00a0×\u00a04096 → 128256 | 36000 µs | **1.02,\u00a02.1\u00a0GB** | refuses |"
     assert lines[2] == shown
+
+
+def test_a_record_of_tokens_fills_its_table(tables: Any, tmp_path: Path) -> None:
+    def measured(logits: str, us: float) -> CaseResult:
+        case = TokenCase("sample", (64, 128256), 1, "float32", logits=logits, asked="top-k 50")
+        ours = Result("ours", "ok", error=1e-7, times=Times(us, us, us, 7), of_read=us / 20)
+        results = [ours, Result("flashinfer", "refused", "no")]
+        return CaseResult(case, results=results, measures="token time", one_read=Times(20.0, 20.0, 20.0, 7))
+
+    cases = [measured("normal", 26.0).as_dict(), measured("zipf", 31.0).as_dict()]
+    content = record() | {"measures": "token time", "cases": cases}
+    (tmp_path / "h100-sampling.json").write_text(json.dumps(content))
+    lines = tables["BLOCKS"]["sampling_table"](tables["Records"](tmp_path)).splitlines()
+    assert lines[0] == "| rows × tokens |  | one read | ours | FlashInfer, probabilities |"
+    assert lines[2] == "| 64\u00a0×\u00a0128256 | top-k 50 | 20.0 | **26.0\u00a0to\u00a031.0** | refuses |"
 
 
 def test_a_missing_record_is_said(tables: Any, tmp_path: Path) -> None:

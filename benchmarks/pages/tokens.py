@@ -1,0 +1,65 @@
+"""The tables of docs/sampling.md: times from logits to tokens, and to the largest log-probabilities."""
+
+from __future__ import annotations
+
+from onlinesoftmax.lab.bench.result import CaseResult
+from onlinesoftmax.lab.bench.sampling.cases import TokenCase
+
+from .markdown import ABSENT, NOTHING, microseconds, sizes, source, table
+from .records import Records, result_of
+
+WAYS = {
+    "torch": "PyTorch", "compile": "torch.compile", "flashinfer": "FlashInfer, probabilities",
+    "flashinfer-logits": "FlashInfer, logits", "jax": "XLA",
+}  # fmt: skip
+"""The ways beside ours, by their names in records."""
+
+
+def sampling_table(records: Records) -> str:
+    """From logits to tokens."""
+    return _of_tokens(records, "sampling")
+
+
+def topk_table(records: Records) -> str:
+    """From logits to the largest log-probabilities."""
+    return _of_tokens(records, "topk")
+
+
+def _of_tokens(records: Records, suite: str) -> str:
+    """Microseconds of float32 logits, over all kinds of logits: a row for each shape and all that is asked of it."""
+    name = next((each for gpu in ("h100", "h200") if records.get(each := f"{gpu}-{suite}")), "")
+    groups: dict[tuple[str, str], dict[str, list[CaseResult]]] = {}
+    for found in records.cases(name):
+        if isinstance(found.case, TokenCase):
+            group = groups.setdefault((sizes(found.case.shape), found.case.asked), {})
+            group.setdefault(found.case.dtype, []).append(found)
+    if not groups:
+        return ABSENT
+    header = ["rows × tokens", "", "one read", "ours", *WAYS.values(), "bfloat16: one read", "ours"]
+    rows = []
+    for (shape, asked), found in groups.items():
+        wide, narrow = found.get("float32", []), found.get("bfloat16", [])
+        ways = [_of_way(wide, who) for who in WAYS]
+        ours = [f"**{_of_way(each, 'ours')}**" if each else NOTHING for each in (wide, narrow)]
+        rows.append([shape, asked, _of_reads(wide), ours[0], *ways, _of_reads(narrow), ours[1]])
+    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+
+
+def _of_way(found: list[CaseResult], who: str) -> str:
+    """The least and the largest time of a way."""
+    results = [result for each in found if (result := result_of(each, who)) is not None]
+    times = [result.times.median_us for result in results if result.times is not None]
+    if times:
+        return _range(times)
+    return next(("refuses" if result.status == "refused" else result.status for result in results), NOTHING)
+
+
+def _of_reads(found: list[CaseResult]) -> str:
+    return _range([each.one_read.median_us for each in found if each.one_read is not None])
+
+
+def _range(times: list[float]) -> str:
+    if not times:
+        return NOTHING
+    texts = [microseconds(times[0])] if len(times) == 1 else [microseconds(min(times)), microseconds(max(times))]
+    return "\u00a0to\u00a0".join(dict.fromkeys(texts))
