@@ -1,4 +1,4 @@
-"""The softmax family for JAX, in the conventions of `jax.nn` and, for the losses, of optax.
+"""The softmax family and sampling for JAX, in the conventions of `jax.nn` and, for the losses, of optax.
 
 Importing this package does not import JAX; using one of its functions does.
 """
@@ -12,6 +12,7 @@ from ..kernels.registry import LOADING, needing
 if TYPE_CHECKING:
     from .functions import TokenLogprobs, cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
     from .linear import linear_cross_entropy, linear_token_logprobs, linear_token_loss
+    from .sampling import sample, topk_logprobs, verify
 
 __all__ = [
     "TokenLogprobs",
@@ -21,8 +22,11 @@ __all__ = [
     "linear_token_loss",
     "log_softmax",
     "logsumexp",
+    "sample",
     "softmax",
     "token_logprobs",
+    "topk_logprobs",
+    "verify",
 ]
 
 
@@ -33,9 +37,10 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
         with needing("jax", "onlinesoftmax.jax"), LOADING:
-            from . import functions, linear
+            from . import functions, linear, sampling
         # Python finds a global without this function.
-        globals()[name] = found = getattr(linear if name in linear.__all__ else functions, name)
+        home = next(module for module in (functions, linear, sampling) if name in module.__all__)
+        globals()[name] = found = getattr(home, name)
         return found
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -151,13 +152,17 @@ class _OneByOne(threading.local):
 _one_by_one = _OneByOne()
 
 
-def primitive(name: str, lowered: Callable[..., list[Array]], abstract: Callable[..., list[Any]]) -> Primitive:
+def primitive(
+    name: str, lowered: Callable[..., list[Array]], abstract: Callable[..., list[Any]],
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Primitive:  # fmt: skip
     """A primitive without derivatives and batches; its parameters are `names` and `call`, which are hashable.
 
     Args:
         name: Its name.
         lowered: Function of a platform, the operands and the parameters that returns the results.
         abstract: Function of the types of the operands and the parameters that returns the types of the results.
+        within: Makes the context in which `lowered` is traced and its operations are lowered.
     """
     made = Primitive(f"onlinesoftmax_{name}")
     made.multiple_results = True
@@ -179,15 +184,21 @@ def primitive(name: str, lowered: Callable[..., list[Array]], abstract: Callable
         """
         # JAX has this setting in every version, but does not declare it.
         if jax.config.jax_disable_jit or _one_by_one.wanted:  # type: ignore[attr-defined]
-            return lowered("any", *arrays, **params)
+            with within():
+                return lowered("any", *arrays, **params)
         return compiled(*arrays, **params)
 
     made.def_impl(implementation)
     made.def_abstract_eval(abstract)
     partitioning.register(made)
-    for platform in (None, "cuda"):
+
+    def lower(platform: str | None, *arguments: Any, **params: Any) -> Any:
         lowering = mlir.lower_fun(partial(lowered, platform or "any"), multiple_results=True)
-        mlir.register_lowering(made, array_types.of_plain_arrays(lowering), platform=platform)
+        with within():
+            return array_types.of_plain_arrays(lowering)(*arguments, **params)
+
+    for platform in (None, "cuda"):
+        mlir.register_lowering(made, partial(lower, platform), platform=platform)
     return made
 
 

@@ -126,8 +126,8 @@ def check_no_list(name: str, argument: str, value: Any) -> None:
 
 
 def has_target(name: str) -> bool:
-    """True for an operation with a target column per row."""
-    return OPERATIONS[name].has_target
+    """True for an operation with a target column per row, and for a function of logits that is no operation."""
+    return name not in OPERATIONS or OPERATIONS[name].has_target
 
 
 def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:

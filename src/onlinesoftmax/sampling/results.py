@@ -1,11 +1,10 @@
-"""The named tuples that sampling returns."""
+"""The named tuples that sampling returns.  Their integers are int64, and int32 for JAX arrays."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from ..core.arrays import Array
 
 
 class Support(NamedTuple):
@@ -16,8 +15,8 @@ class Support(NamedTuple):
         offsets: (rows + 1,) int64: row i has token_ids[offsets[i] : offsets[i + 1]], and none if it keeps more than n.
     """
 
-    token_ids: Tensor
-    offsets: Tensor
+    token_ids: Array
+    offsets: Array
 
 
 class Sampled(NamedTuple):
@@ -35,13 +34,13 @@ class Sampled(NamedTuple):
         support: The tokens that could be sampled, in its own shape; None unless it was asked for.
     """
 
-    token: Tensor
-    logprob: Tensor
-    lse: Tensor
-    kept: Tensor
-    valid: Tensor
-    top_tokens: Tensor | None
-    top_logprobs: Tensor | None
+    token: Array
+    logprob: Array
+    lse: Array
+    kept: Array
+    valid: Array
+    top_tokens: Array | None
+    top_logprobs: Array | None
     support: Support | None = None
 
 
@@ -58,12 +57,12 @@ class TopLogprobs(NamedTuple):
         lse: Logsumexp of the scores; differentiable.
     """
 
-    values: Tensor
-    indices: Tensor
-    logprobs: Tensor
-    target_logprob: Tensor | None
-    target_rank: Tensor | None
-    lse: Tensor
+    values: Array
+    indices: Array
+    logprobs: Array
+    target_logprob: Array | None
+    target_rank: Array | None
+    lse: Array
 
 
 class Verified(NamedTuple):
@@ -78,7 +77,7 @@ class Verified(NamedTuple):
             its place.
     """
 
-    accepted: Tensor
-    tokens: Tensor
-    logprobs: Tensor
-    valid: Tensor
+    accepted: Array
+    tokens: Array
+    logprobs: Array
+    valid: Array

@@ -1,0 +1,115 @@
+"""The checks of the arguments of sampling; errors name the function and the argument."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...core.arrays import Array, array_kind, broadcasts
+from ...core.options import ScoreOptions, is_number
+from ...sampling.rules import LARGEST_INT64
+from ..prepare import Rows, checked_input, rows_of
+
+
+class Words(NamedTuple):
+    """An array of 64-bit numbers as JAX has it without `jax_enable_x64`.
+
+    Attributes:
+        words: Pairs of uint32 along one axis more, the lower half first.
+        dtype: "int64" or "float64".
+    """
+
+    words: Array
+    dtype: str
+
+
+def checked_rows(name: str, logits: Any, axis: Any, options: ScoreOptions, argument: str = "logits") -> Rows:
+    """The logits with their tokens on the last axis, and the arrays of the score options."""
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(f"{name}: axis must be an int, not {type(axis).__name__}")
+    rows = rows_of(name, checked_input(name, logits), operator.index(axis), options)
+    if not rows.cols:
+        raise ValueError(f"{name}: {argument} has no tokens, its shape is {rows.shape}")
+    return rows
+
+
+def checked_of_rows(
+    name: str, rows: tuple[int, ...], argument: str, value: Any, dtype: str, low: float, high: float
+) -> Array | Words:
+    """A number, or an array with one for each row, of the shape of the rows or of ones, and one axis of size 1.
+
+    Args:
+        name: Name of the function.
+        rows: Shape of the rows.
+        argument: Name of the argument.
+        value: Its value.  A number has to be from `low` to `high`; the values of an array are not read.
+        dtype: Dtype of a number; the formulas convert an array.
+        low, high: Bounds of a number.
+    """
+    whole = dtype == "int64"
+    wanted = "an int" if whole else "a number"
+    if is_number(value):
+        if whole and not hasattr(value, "__index__"):
+            raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
+        if not low <= value <= high:
+            raise ValueError(f"{name}: {argument} must be from {low} to {high}, got {value}")
+        return _with_axes(np.asarray(value, dtype), rows)
+    if array_kind(value) not in ("numpy", "jax"):
+        raise TypeError(f"{name}: {argument} must be {wanted} or an array of such, not {type(value).__name__}")
+    if not jnp.issubdtype(value.dtype, jnp.integer) and (whole or not jnp.issubdtype(value.dtype, jnp.floating)):
+        raise TypeError(f"{name}: {argument} must be {wanted} or an array of such, got {value.dtype}")
+    if not broadcasts(value.shape, rows):
+        raise ValueError(
+            f"{name}: {argument} must be {wanted} or have one for each row, of shape {rows}; got {value.shape}"
+        )
+    return _with_axes(value, rows)
+
+
+def _with_axes(value: Array, rows: tuple[int, ...]) -> Array | Words:
+    """An array that broadcasts to the rows, with as many axes and one more."""
+    value = value.reshape((1,) * (len(rows) - value.ndim) + value.shape + (1,))
+    if array_kind(value) != "numpy" or value.dtype.itemsize < 8:
+        return value
+    # Without `jax_enable_x64`, JAX would cut a number of 64 bits.
+    dtype = "float64" if value.dtype.kind == "f" else "int64"
+    little = np.ascontiguousarray(value.astype(f"<{'f' if dtype == 'float64' else 'i'}8"))
+    return Words(little.view("<u4").reshape(*value.shape, 2), dtype)
+
+
+def checked_seed(name: str, rows: tuple[int, ...], seed: Any) -> Array | Words:
+    """The seed: an integer, integers of the rows, or keys of JAX, of which the last two words are the seed."""
+    if not hasattr(seed, "dtype") or not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return checked_of_rows(name, rows, "seed", seed, "int64", 0, LARGEST_INT64)
+    if not broadcasts(seed.shape, rows):
+        raise ValueError(f"{name}: seed must be a key or have one for each row, of shape {rows}; got {seed.shape}")
+    data = jax.random.key_data(seed)
+    # Of the key of a seed, the last word is the lower half of the seed.
+    words = data[..., ::-1][..., :2] if data.shape[-1] > 1 else jnp.pad(data, [(0, 0)] * seed.ndim + [(0, 1)])
+    return Words(words.reshape((1,) * (len(rows) - seed.ndim) + seed.shape + (1, 2)), "int64")
+
+
+def checked_count(name: str, argument: str, value: Any, tokens: int) -> int:
+    """A number of tokens, at most those of a row."""
+    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
+    number = operator.index(value)
+    if not 0 <= number <= tokens:
+        raise ValueError(f"{name}: {argument} must be from 0 to the {tokens} tokens of a row, got {value}")
+    return number
+
+
+def checked_tokens(name: str, argument: str, value: Any, shape: tuple[int, ...]) -> Array:
+    """Token ids of a shape, int32; -1 for a number that does not fit."""
+    if array_kind(value) not in ("numpy", "jax") and not is_number(value):
+        raise TypeError(f"{name}: {argument} must be an array of ints, not {type(value).__name__}")
+    found = value if hasattr(value, "dtype") else np.asarray(value)
+    if not jnp.issubdtype(found.dtype, jnp.integer):
+        raise TypeError(f"{name}: {argument} must be an array of ints, got {found.dtype}")
+    if found.shape != shape:
+        raise ValueError(f"{name}: {argument} has shape {found.shape}, and must have {shape}")
+    small = (found >= 0) & (found < 2**31 - 1) if found.dtype.itemsize > 2 else found >= 0
+    return jnp.where(small, found, -1).astype(jnp.int32)

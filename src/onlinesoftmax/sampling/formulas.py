@@ -1,0 +1,293 @@
+"""The formulas of sampling for NumPy, and for JAX with 64-bit types: the distribution of a row, its noise, its token.
+
+They give the tokens that distribution.py, noise.py, order.py and verification.py give for torch tensors.  A row is the
+last axis, and its tokens keep their order: the threshold of a filter is found without sorting, one bit after the other.
+So each step is a sum over the row, which a compiler can divide over devices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..core.arrays import Array
+from ..core.options import LARGEST_FLOAT32
+from .masses import MASS_BITS, POWER_OF_TWO
+from .philox import ACCEPT, CORRECT, GRID, LOW, SAMPLE, philox
+from .rules import Parameters
+
+
+class Functions(NamedTuple):
+    """The functions that the formulas need besides those that NumPy and JAX have in common.
+
+    Attributes:
+        xp: numpy, or jax.numpy with 64-bit types.
+        float32: Rounds float64 numbers to float32; the result is float64.
+        largest: largest(keys, k): columns of the k largest integers of each row, of equal ones the lower column first.
+        fold: fold(step, start, values): the last of start, step(start, values[0]), and so on.
+    """
+
+    xp: Any
+    float32: Callable[[Array], Array]
+    largest: Callable[[Array, int], Array]
+    fold: Callable[[Callable[[Array, Array], Array], Array, Array], Array]
+
+
+class Distribution(NamedTuple):
+    """The distribution of each row, in float64; arrays (rows, tokens), and (rows, 1) for numbers of rows.
+
+    Attributes:
+        z: Score of each token less the largest.
+        kept: True for the tokens that can be sampled.
+        m: Largest score, (rows, 1).
+        temperature: (rows, 1); 1 for a greedy row, which keeps one token.
+        log_sum: Logarithm of the sum of exp(z / temperature) over the kept tokens, (rows, 1).
+        valid: False for a row without a distribution, (rows, 1).
+    """
+
+    z: Array
+    kept: Array
+    m: Array
+    temperature: Array
+    log_sum: Array
+    valid: Array
+
+
+def sample(
+    of: Functions, scores: Array, given: Parameters, seed: Array, offset: Array, raw: bool, top: int
+) -> tuple[Array | None, ...]:
+    """The fields of `Sampled`, for scores (rows, tokens).
+
+    Args:
+        of: Functions of the library.
+        scores: float32 or float64.
+        given: Temperature and filters, (rows, 1).
+        seed, offset: What the noise of a row is made of, (rows, 1) int64.
+        raw: True for log-probabilities of the scores as they are, without temperature and filters.
+        top: Number of the largest log-probabilities to return.
+    """
+    xp, found = of.xp, distribution_of(of, scores, given)
+    columns = xp.argmax(_keys(of, found, seed, offset), -1, keepdims=True)
+    kept = xp.sum(found.kept, -1, keepdims=True)
+    if raw:
+        found = _without_filters(of, found, scores.dtype == xp.float64)
+    if top:
+        columns = xp.concatenate([columns, of.largest(ordered(of, scores), top)], -1)
+    logprobs = xp.take_along_axis(found.z, columns, -1) / found.temperature - found.log_sum
+    logprobs = xp.where(xp.take_along_axis(found.kept, columns, -1), logprobs, -xp.inf)
+    lse = found.m / found.temperature + found.log_sum
+    logprobs, lse = (xp.where(found.valid, t, xp.nan).astype(scores.dtype) for t in (logprobs, lse))
+    tokens, kept = (xp.where(found.valid, t, 0) for t in (columns, kept))
+    rows = (t[..., 0] for t in (tokens, logprobs, lse, kept, found.valid))
+    return (*rows, *(t[..., 1:] if top else None for t in (tokens, logprobs)))
+
+
+def distribution_of(of: Functions, scores: Array, given: Parameters) -> Distribution:
+    """The distribution of each row of scores (rows, tokens)."""
+    xp, temperature = of.xp, given.temperature.astype(of.xp.float64)
+    # Hazard: XLA's maximum of a row on a CPU may leave a NaN out.  Of the integers, that of NaN is the largest.
+    largest = xp.argmax(ordered(of, scores), -1, keepdims=True)
+    m = xp.take_along_axis(scores, largest, -1).astype(xp.float64)
+    valid, greedy = (m > -xp.inf) & (temperature >= 0) & (temperature < xp.inf), temperature == 0
+    for p in (given.top_p, given.min_p):
+        valid = valid if p is None else valid & ~xp.isnan(p)
+    temperature = xp.where(greedy, 1.0, temperature)
+    # The difference of two infinite scores would be NaN.
+    z = xp.where(scores == m, 0.0, scores - m)
+    wide = scores.dtype == xp.float64
+    masses, kept = _masses(of, z, temperature, wide), z > -xp.inf
+    if given.top_k is not None:
+        number = xp.sum(kept, -1, keepdims=True)
+        wanted = xp.where(given.top_k > 0, xp.minimum(given.top_k, number), number)
+        kept = _largest_of(of, scores, kept, xp.ones_like(masses), wanted, given.first)
+    if given.top_p is not None:
+        total = xp.sum(xp.where(kept, masses, 0), -1, keepdims=True)
+        wanted = xp.minimum(xp.ceil(given.top_p * total).astype(xp.int64), total)
+        some = _largest_of(of, scores, kept, masses, xp.maximum(wanted, 1), given.first)
+        kept = xp.where(given.top_p < 1, some, kept)
+    if given.min_p is not None:
+        kept = kept & (z >= temperature * xp.log(xp.minimum(given.min_p, 1.0)))
+    kept = xp.where(greedy, xp.arange(scores.shape[-1]) == largest, kept)
+    log_sum = _log_sum(of, z / temperature, kept) if wide else _log(of, xp.where(kept, masses, 0))
+    return Distribution(z, kept, m, temperature, log_sum, valid)
+
+
+def _largest_of(of: Functions, scores: Array, kept: Array, weights: Array, wanted: Array, first: bool) -> Array:
+    """Of the kept tokens, those with the largest scores, as few as have weights that add up to `wanted`, at least 1.
+
+    Args:
+        of: Functions of the library.
+        scores: Scores (rows, tokens).
+        kept: True for the tokens to choose from.
+        weights: int64, equal for equal scores.
+        wanted: (rows, 1) int64.
+        first: As `Parameters.first`.
+    """
+    xp, keys = of.xp, ordered(of, scores)
+    threshold = _threshold(of, keys, xp.where(kept, weights, 0), wanted)
+    if not first:
+        return kept & (keys >= threshold)
+    above, ties = kept & (keys > threshold), kept & (keys == threshold)
+    missing = wanted - xp.sum(xp.where(above, weights, 0), -1, keepdims=True)
+    number = -(-missing // xp.max(xp.where(ties, weights, 1), -1, keepdims=True))
+    low_ids_first = -xp.arange(scores.shape[-1], dtype=xp.int32)
+    return above | (ties & (low_ids_first >= _threshold(of, low_ids_first, ties, number)))
+
+
+def _threshold(of: Functions, keys: Array, weights: Array, wanted: Array) -> Array:
+    """The largest number that leaves enough: the weights of the keys from it on add up to `wanted`; (rows, 1).
+
+    It is made of the bits that leave enough, the highest first.  Each is a sum over the row, which is not sorted.
+    """
+    xp, smallest = of.xp, int(of.xp.iinfo(keys.dtype).min)
+    bits = xp.asarray([smallest, *(1 << i for i in reversed(range(xp.iinfo(keys.dtype).bits - 1)))], keys.dtype)
+
+    def step(threshold: Array, bit: Array) -> Array:
+        # The sign bit of the smallest integer is 1, and that of the numbers above -1 is 0.
+        higher = threshold ^ bit
+        enough = xp.sum(xp.where(keys >= higher, weights, 0), -1, keepdims=True) >= wanted
+        return xp.where(enough, higher, threshold)
+
+    return of.fold(step, xp.full(wanted.shape, smallest, keys.dtype), bits)
+
+
+def ordered(of: Functions, scores: Array) -> Array:
+    """Integers of the same size in the order of the scores: 0 equals -0, and NaN is above all."""
+    dtype = of.xp.int64 if scores.dtype == of.xp.float64 else of.xp.int32
+    bits, limits = scores.view(dtype), of.xp.iinfo(dtype)
+    bits = of.xp.where(bits == int(limits.min), 0, bits)
+    return of.xp.where(of.xp.isnan(scores), int(limits.max), turned(of, bits))
+
+
+def turned(of: Functions, bits: Array) -> Array:
+    """Bits of scores as integers in their order, and the other way round.
+
+    The bits of a negative number grow with its magnitude, so all but the sign are turned.
+    """
+    limits = of.xp.iinfo(bits.dtype)
+    return bits ^ (bits >> limits.bits - 1 & int(limits.max))
+
+
+def rank_of(of: Functions, keys: Array, target: Array) -> Array:
+    """The rank of a token of each row in the order of falling scores, from 1; 0 where the target is no token; (rows,).
+
+    Args:
+        of: Functions of the library.
+        keys: `ordered` of the scores (rows, tokens).
+        target: A token of each row, (rows, 1).
+    """
+    xp, columns = of.xp, of.xp.arange(keys.shape[-1])
+    inside = (target >= 0) & (target < keys.shape[-1])
+    at = xp.where(inside, target, 0)
+    own = xp.take_along_axis(keys, at, -1)
+    rank = xp.sum((keys > own) | ((keys == own) & (columns < at)), -1, keepdims=True) + 1
+    return xp.where(inside, rank, 0)[..., 0]
+
+
+def _masses(of: Functions, z: Array, temperature: Array, wide: bool) -> Array:
+    """The masses as `masses_of` in distribution.py makes them, int64; each float32 number is a float64 array here."""
+    xp = of.xp
+    if wide:
+        masses = xp.exp(z / temperature) * 2.0**MASS_BITS
+    else:
+        rate = of.float32(xp.minimum(math.log2(math.e) / temperature, LARGEST_FLOAT32))
+        # With an exponent of -64, the mass is 0.
+        y = xp.maximum(of.float32(of.float32(xp.maximum(z, -LARGEST_FLOAT32)) * rate), -64.0)
+        n = xp.round(y)
+        f, power = y - n, xp.full_like(y, POWER_OF_TWO[-1])
+        for coefficient in POWER_OF_TWO[-2::-1]:
+            power = of.float32(of.float32(power * f) + coefficient)
+        exponent = xp.where(xp.isnan(n), 0, n).astype(xp.int64) + MASS_BITS
+        masses = power * (exponent + 1023 << 52).view(xp.float64)
+    return xp.where(xp.isnan(masses), 0, xp.round(masses)).astype(xp.int64)
+
+
+def _log(of: Functions, masses: Array) -> Array:
+    """Logarithm of the sum of the masses of each row, (rows, 1) float64."""
+    return of.xp.log(of.xp.sum(masses, -1, keepdims=True).astype(of.xp.float64)) - MASS_BITS * math.log(2.0)
+
+
+def _log_sum(of: Functions, z: Array, kept: Array) -> Array:
+    """Logarithm of the sum of exp(z) over the kept tokens of each row, with the accuracy of float64; z is at most 0."""
+    return of.xp.log(of.xp.sum(of.xp.where(kept, of.xp.exp(z), 0.0), -1, keepdims=True))
+
+
+def _without_filters(of: Functions, found: Distribution, wide: bool) -> Distribution:
+    """The distribution of all tokens at the temperature 1; `wide` for float64 scores."""
+    one, kept = of.xp.ones_like(found.temperature), of.xp.ones_like(found.kept)
+    log_sum = _log_sum(of, found.z, kept) if wide else _log(of, _masses(of, found.z, one, False))
+    return found._replace(temperature=one, kept=kept, log_sum=log_sum)
+
+
+def _keys(of: Functions, found: Distribution, seed: Array, offset: Array) -> Array:
+    """The numbers of which the largest has the token that is sampled."""
+    keys = found.z + found.temperature * gumbel(of, seed, offset, found.z.shape[-1])
+    return of.xp.where(found.kept, keys, -of.xp.inf)
+
+
+def gumbel(of: Functions, seed: Array, offset: Array, tokens: int, stream: int = SAMPLE) -> Array:
+    """The noise of the tokens of each row, (rows, tokens) float64; seed and offset are (rows, 1) int64."""
+    xp = of.xp
+    return xp.round(-xp.log(-xp.log(uniform(of, seed, offset, tokens, stream))) * GRID) / GRID
+
+
+def uniform(of: Functions, seed: Array, offset: Array, tokens: int, stream: int) -> Array:
+    """The numbers (bits + 1/2) / 2^32 of the tokens of each row, between 0 and 1; arguments as of `gumbel`."""
+    xp, blocks = of.xp, of.xp.arange(-(-tokens // 4))
+    (seed_low, seed_high), (low, high) = ((t & LOW, t >> 32 & LOW) for t in (seed, offset))
+    words = xp.stack(philox((blocks, low, high, xp.full_like(low, stream)), (seed_low, seed_high)), -1)
+    bits = words.reshape(*words.shape[:-2], 4 * blocks.shape[0])[..., :tokens]
+    return (bits.astype(xp.float64) + 0.5) * 2.0**-32
+
+
+def verify(
+    of: Functions, scores: tuple[Array, Array | None], drafts: Array, given: Parameters, seed: Array, offset: Array
+) -> tuple[Array, ...]:
+    """The fields of `Verified`, by the rule of verification.py.
+
+    Args:
+        of: Functions of the library.
+        scores: Scores (rows, n + 1, tokens) of the target model; and those of the draft model (rows, n, tokens), or
+            None for drafts without a distribution.
+        drafts: Drafted tokens (rows, n) int64; another number where a row has fewer.
+        given: Temperature and filters, (rows, 1, 1).
+        seed, offset: What the noise of the first position of each row is made of, (rows, 1, 1) int64.
+    """
+    xp, n, tokens = of.xp, drafts.shape[-1], scores[0].shape[-1]
+    offset = offset + xp.arange(n + 1)[:, None]
+    target = distribution_of(of, scores[0], given)
+    p = _probabilities(of, target)
+    exists = (drafts >= 0) & (drafts < tokens)
+    columns = xp.where(exists, drafts, 0)[..., None]
+    if scores[1] is None:
+        q = (columns == xp.arange(tokens)).astype(xp.float64)
+    else:
+        q = _probabilities(of, distribution_of(of, scores[1], given))
+    chance = uniform(of, seed, offset, 1, ACCEPT)[..., :n, 0]
+    of_p, of_q = (xp.take_along_axis(t[..., :n, :], columns, -1)[..., 0] for t in (p, q))
+    stays = exists & (chance * of_q < of_p)
+    accepted = xp.sum(xp.cumprod(stays.astype(xp.int64), -1), -1, keepdims=True)
+
+    # Where there is no draft, or nothing is left of p, the token is that of `sample`.
+    left = xp.maximum(p[..., :n, :] - q, 0)
+    corrects = exists[..., None] & (xp.sum(left, -1, keepdims=True) > 0)
+    keys = _keys(of, target, seed, offset)
+    corrected = xp.log(left) + gumbel(of, seed, offset, tokens, CORRECT)[..., :n, :]
+    keys = xp.concatenate([xp.where(corrects, corrected, keys[..., :n, :]), keys[..., n:, :]], -2)
+    sampled = xp.argmax(keys, -1)
+
+    position = xp.arange(n + 1)
+    valid = xp.take_along_axis(target.valid[..., 0], accepted, -1)
+    last = xp.where(valid, xp.take_along_axis(sampled, accepted, -1), -1)
+    more = xp.concatenate([drafts, xp.full_like(accepted, -1)], -1)
+    found = xp.where(position < accepted, more, xp.where(position == accepted, last, -1))
+    logprobs = xp.log(xp.take_along_axis(p, xp.maximum(found, 0)[..., None], -1)[..., 0])
+    logprobs = xp.where(found < 0, 0.0, logprobs).astype(scores[0].dtype)
+    return accepted[..., 0], found, logprobs, valid[..., 0]
+
+
+def _probabilities(of: Functions, found: Distribution) -> Array:
+    """Probabilities of all tokens, float64; NaN in rows that are not valid."""
+    p = of.xp.where(found.kept, of.xp.exp(found.z / found.temperature - found.log_sum), 0.0)
+    return of.xp.where(found.valid, p, of.xp.nan)
