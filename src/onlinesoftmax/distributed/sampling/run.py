@@ -9,6 +9,8 @@ Every process merges the same numbers, and so gets the same results.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -45,6 +47,9 @@ Tensor = torch.Tensor
 
 MOST_CANDIDATES = 1024
 """Largest number top_k whose threshold is found among the leaders: each process sends 16 KiB for each row."""
+
+PIECE = 1 << 22
+"""Scores of a process with the average number of tokens that are sampled from at a time: each takes up to 80 bytes."""
 
 
 class Team(NamedTuple):
@@ -154,12 +159,20 @@ def sample(logits: Logits, arguments: Mapping[str, Any], team: Team) -> Sampled:
         few = top_k
     if arguments["seed"] is None:
         seed = gathered(seed, *groups)[0]
-    found, tokens = _sample(_slice(logits, team.shards, groups), given, (seed, offset), few, raw, (top, most))
-    of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in found[:7]]
-    return Sampled(*[*of_rows, support_of(tokens, found.kept) if most else None])
+    here, pieces = _slice(logits, team.shards, groups), []
+    step = max(PIECE * math.prod(group.size() for group in groups) // logits.tokens, 1)
+    for start in range(0, max(len(seed), 1), step):
+        part = slice(start, start + step)
+        of_part = here._replace(scores=here.scores[part]), given.map(operator.itemgetter(part))
+        pieces.append(_sample(*of_part, (seed[part], offset[part]), few, raw, (top, most)))
+    whole: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*pieces, strict=True)]
+    *found, tokens = whole
+    of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in found]
+    return Sampled(*[*of_rows, support_of(tokens, found[3]) if most else None])
 
 
 def _slice(logits: Logits, shards: Shards, groups: tuple[Any, ...]) -> Slice:
+    """The tokens of this process."""
     scores, first = logits.scores(), shards.first
     tokens = torch.arange(first, first + shards.cols, device=scores.device)
     if not shards.cols:
@@ -170,8 +183,8 @@ def _slice(logits: Logits, shards: Shards, groups: tuple[Any, ...]) -> Slice:
 
 def _sample(
     here: Slice, given: Parameters, noise: tuple[Tensor, Tensor], few: int | None, raw: bool, listed: tuple[int, int]
-) -> tuple[Sampled, Tensor]:
-    """(`sample` of scores (rows, tokens) without a support, the tokens that a support is taken from).
+) -> tuple[Any, ...]:
+    """The results of scores (rows, tokens) but for the support, and the tokens that it is taken from.
 
     Args:
         here: The local tokens.
@@ -205,7 +218,7 @@ def _sample(
         filters.valid,
     )  # fmt: skip
     columns = torch.arange(1 + top, device=m.device).expand(len(m), 1 + top)
-    return sampled_of(found, columns, kept, scores.dtype), leaders.tokens[:, :most]
+    return *sampled_of(found, columns, kept, scores.dtype)[:7], leaders.tokens[:, :most]
 
 
 def _leaders(here: Slice, count: int) -> Leaders:
