@@ -228,9 +228,7 @@ def test_parameters_of_rows_may_have_any_strides(name: str) -> None:
     z = torch.randn(3, 20, generator=torch.Generator().manual_seed(3))
     logits = checked_logits("sample", z, -1, 1.0, None, None, None)
     for value in (values[:, 0], values[0, 0], values[:1, 0], values[:, 0].contiguous()):
-        of_rows = checked_of_rows(
-            logits, name, value, torch.int64 if values.dtype == torch.int64 else torch.float32, 0, 1
-        )
+        of_rows = checked_of_rows(logits, name, value, "int64" if values.dtype == torch.int64 else "float32", 0, 1)
         assert of_rows.is_contiguous()
         assert torch.equal(of_rows, value.expand(3).to(of_rows.dtype))
     assert osm.sample(z, **{"seed": 1, name: values[:, 0]}).valid.all()

@@ -95,7 +95,7 @@ def sample(
     arguments, run = _modules()
     x = arguments.checked_logits("sample", logits, dim, 1.0, softcap, bias, mask)
     given = arguments.checked_parameters(x, temperature, top_k, top_p, min_p, ties)
-    raw = arguments.checked_choice("sample", "logprobs", logprobs, ("processed", "raw")) == "raw"
+    raw = arguments.checked_choice("sample()", "logprobs", logprobs, ("processed", "raw")) == "raw"
     top = arguments.checked_count(x, "top_logprobs", top_logprobs, 0)
     most = None if return_support is None else arguments.checked_count(x, "return_support", return_support, 1)
     found: Sampled = run.sample(x, given, *arguments.checked_seeds(x, seed, offset, generator), raw, top, most or 0)

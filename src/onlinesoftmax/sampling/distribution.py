@@ -7,7 +7,6 @@ matters.  No operation waits for the GPU: every parameter of a row is a tensor.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,41 +15,9 @@ from ..core.options import LARGEST_FLOAT32
 from .masses import MASS_BITS, POWER_OF_TWO
 from .order import largest
 from .results import Sampled, Support
+from .rules import Parameters
 
 Tensor = torch.Tensor
-
-
-class Parameters(NamedTuple):
-    """Parameters of rows, contiguous (rows,) tensors; None for a filter that is not given.
-
-    Attributes:
-        temperature: Divisor of the scores, float32, so that its product with the noise is exact in float64; 0 for the
-            token with the largest score.
-        top_k: Number of tokens to keep, int64; all where it is not positive.
-        top_p: Probability to keep, float64; all from 1 on.
-        min_p: Smallest probability to keep, as a part of the largest, float64.
-        first: True to keep, of the tokens that are equal at a threshold, those with the lowest ids; False for all.
-    """
-
-    temperature: Tensor
-    top_k: Tensor | None
-    top_p: Tensor | None
-    min_p: Tensor | None
-    first: bool
-
-    @property
-    def filters(self) -> bool:
-        """True where a filter is given."""
-        return not (self.top_k is None and self.top_p is None and self.min_p is None)
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """The parameters by name."""
-        return {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Parameters:
-        """The parameters that a function makes of each of them."""
-        k, p, least = (None if t is None else function(t) for t in (self.top_k, self.top_p, self.min_p))
-        return Parameters(function(self.temperature), k, p, least, self.first)
 
 
 class Distribution(NamedTuple):

@@ -57,7 +57,7 @@ class Distribution(NamedTuple):
 def sample(
     of: Functions, scores: Array, given: Parameters, seed: Array, offset: Array, raw: bool, top: int
 ) -> tuple[Array | None, ...]:
-    """The fields of `Sampled`, for scores (rows, tokens).
+    """The fields of `Sampled` without the support, for scores (rows, tokens); then True for each token that is kept.
 
     Args:
         of: Functions of the library.
@@ -68,8 +68,9 @@ def sample(
         top: Number of the largest log-probabilities to return.
     """
     xp, found = of.xp, distribution_of(of, scores, given)
+    mask = found.kept & found.valid
     columns = xp.argmax(_keys(of, found, seed, offset), -1, keepdims=True)
-    kept = xp.sum(found.kept, -1, keepdims=True)
+    kept = xp.sum(mask, -1, keepdims=True)
     if raw:
         found = _without_filters(of, found, scores.dtype == xp.float64)
     if top:
@@ -78,9 +79,9 @@ def sample(
     logprobs = xp.where(xp.take_along_axis(found.kept, columns, -1), logprobs, -xp.inf)
     lse = found.m / found.temperature + found.log_sum
     logprobs, lse = (xp.where(found.valid, t, xp.nan).astype(scores.dtype) for t in (logprobs, lse))
-    tokens, kept = (xp.where(found.valid, t, 0) for t in (columns, kept))
+    tokens = xp.where(found.valid, columns, 0)
     rows = (t[..., 0] for t in (tokens, logprobs, lse, kept, found.valid))
-    return (*rows, *(t[..., 1:] if top else None for t in (tokens, logprobs)))
+    return (*rows, *(t[..., 1:] if top else None for t in (tokens, logprobs)), mask)
 
 
 def distribution_of(of: Functions, scores: Array, given: Parameters) -> Distribution:

@@ -6,8 +6,11 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..core.arguments import Library, check_index, check_options, checked_dim, checked_number
 from ..core.arrays import Array
-from ..core.options import LARGEST_FLOAT32, is_number
+from ..core.call import Call, Settings
+from ..core.options import LARGEST_FLOAT32, ScoreOptions, checked_options, is_number
+from ..ops import OPERATIONS
 from .masses import MOST_TOKENS
 
 LARGEST_INT64 = 2**63 - 1
@@ -52,6 +55,60 @@ class Parameters(NamedTuple):
         return Parameters(function(self.temperature), k, p, least, self.first)
 
 
+class Logits(NamedTuple):
+    """Logits and the name of the public function, for errors.
+
+    Attributes:
+        library: Their library.
+        name: Name of the function.
+        x: Logits.
+        dim: Dimension of the tokens, counted from 0.
+        options: Score options.
+        rows: Shape of the logits without that dimension.
+        tokens: Number of tokens of a row, of which the logits may hold a part.
+    """
+
+    library: Library
+    name: str
+    x: Array
+    dim: int
+    options: ScoreOptions
+    rows: tuple[int, ...]
+    tokens: int
+
+
+def checked_part(
+    library: Library, name: str, logits: Any, dim: Any, options: tuple[Any, Any, Any, Any], argument: str
+) -> Logits:
+    """The logits and their score options, if other processes may have more tokens of each row; there may be none.
+
+    Args:
+        library: The library of the logits.
+        name: Name of the public function.
+        logits, dim: Its arguments.
+        options: Its arguments scale, softcap, bias and mask.
+        argument: Name of the logits.
+    """
+    caller = f"{name}()"
+    library.check_array(caller, argument, logits)
+    if type(logits).__name__ == "DTensor":
+        raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take")
+    if library.kind_of(logits) != "floating":
+        raise NotImplementedError(f"{caller}: {argument} must be floating point, got {logits.dtype}")
+    axis = checked_dim(name, dim, logits.ndim)
+    given = checked_options(name, *options, False, "nan")
+    check_options(library, Call(OPERATIONS["softmax"], logits, Settings(axis), given, None))
+    rows = (*logits.shape[:axis], *logits.shape[axis + 1 :])
+    tokens = logits.shape[axis] if logits.ndim else 0
+    return Logits(library, name, logits, axis, given or ScoreOptions(), rows, tokens)
+
+
+def check_has_tokens(logits: Logits, argument: str) -> None:
+    """Raise an error for logits without a token; `argument` is the name of the logits."""
+    if not logits.tokens:
+        raise ValueError(f"{logits.name}(): {argument} has no tokens, its shape is {tuple(logits.x.shape)}")
+
+
 def checked_choice(caller: str, argument: str, value: Any, choices: tuple[str, ...]) -> str:
     """One of these words."""
     if value not in choices:
@@ -86,3 +143,49 @@ def checked_parameters(
     if is_number(min_p) and not min_p:
         least = None
     return Parameters(divisor, k, p, least, checked_choice(caller, "ties", ties, ("keep", "first")) == "first")
+
+
+def checked_between(logits: Logits, argument: str, value: Any, whole: bool, low: float, high: float) -> Any:
+    """A number from `low` to `high`, an integer where `whole` is True."""
+    number = checked_number(logits.library, logits.name, argument, value, int if whole else float)
+    if not low <= number <= high:
+        raise ValueError(f"{logits.name}(): {argument} must be from {low} to {high}, got {value}")
+    return number
+
+
+def checked_count(logits: Logits, argument: str, value: Any, low: int) -> int:
+    """A number of tokens, at most those of a row."""
+    name, tokens = logits.name, logits.tokens
+    number: int = checked_number(logits.library, name, argument, value, int)
+    if not low <= number <= tokens:
+        raise ValueError(f"{name}(): {argument} must be from {low} to the {tokens} tokens of a row, got {value}")
+    return number
+
+
+def checked_target(logits: Logits, target: Any) -> Array | None:
+    """A token of each row, or None."""
+    if target is not None:
+        caller = f"{logits.name}()"
+        logits.library.check_array(caller, "target", target, logits.x)
+        check_index(logits.library, caller, "target", logits.x, target, logits.rows)
+    return target
+
+
+def rows_of_drafts(target: Logits, tokens: Any, draft: Logits | None) -> tuple[int, ...]:
+    """The shape of the rows of drafts, after the checks of the drafts.
+
+    Args:
+        target: The logits of the target model.
+        tokens: The drafted tokens.
+        draft: The logits of the draft model, if there are any.
+    """
+    library, name, caller = target.library, target.name, f"{target.name}()"
+    if not target.rows:
+        raise ValueError(f"{caller}: target_logits must have shape (..., n + 1, tokens), got {tuple(target.x.shape)}")
+    *rows, places = target.rows
+    library.check_array(caller, "draft_tokens", tokens, target.x)
+    check_index(library, caller, "draft_tokens", target.x, tokens, (*rows, places - 1))
+    wanted = (*rows, places - 1, target.x.shape[-1])
+    if draft is not None and draft.x.shape != wanted:
+        raise ValueError(f"{name}(): draft_logits has shape {tuple(draft.x.shape)}, and must have {wanted}")
+    return tuple(rows)

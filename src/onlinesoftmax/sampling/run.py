@@ -15,7 +15,6 @@ from ..torch.formulas import PLAIN_TYPES
 from .arguments import LARGEST_INT64, Logits, in_rows
 from .distribution import (
     Distribution,
-    Parameters,
     distribution_of,
     log_of,
     log_sum_of,
@@ -26,6 +25,7 @@ from .distribution import (
 from .noise import gumbel
 from .order import largest, rank_of
 from .results import Sampled, TopLogprobs, Verified
+from .rules import Parameters
 from .verification import verified
 
 Tensor = torch.Tensor

@@ -27,7 +27,6 @@ from ...sampling.arguments import (
 )
 from ...sampling.distribution import (
     Distribution,
-    Parameters,
     below,
     constants_of,
     log_of,
@@ -40,6 +39,7 @@ from ...sampling.distribution import (
 from ...sampling.noise import gumbel
 from ...sampling.order import largest
 from ...sampling.results import Sampled
+from ...sampling.rules import Parameters
 from ..shards import Shards
 from .thresholds import Candidates, Slices, Threshold, threshold_of
 
@@ -148,7 +148,7 @@ def sample(logits: Logits, arguments: Mapping[str, Any], team: Team) -> Sampled:
     name, top_k = logits.name, arguments["top_k"]
     filters = (arguments[key] for key in ("temperature", "top_k", "top_p", "min_p", "ties"))
     given = checked_parameters(logits, *filters)
-    raw = checked_choice(name, "logprobs", arguments["logprobs"], ("processed", "raw")) == "raw"
+    raw = checked_choice(f"{name}()", "logprobs", arguments["logprobs"], ("processed", "raw")) == "raw"
     top, most = checked_count(logits, "top_logprobs", arguments["top_logprobs"], 0), 0
     if arguments["return_support"] is not None:
         most = checked_count(logits, "return_support", arguments["return_support"], 1)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.processes import gathered, start_adding
-from ...sampling.distribution import Parameters, below, mass_of, masses_of, number_of
+from ...sampling.distribution import below, mass_of, masses_of, number_of
 from ...sampling.order import ordered, scores_in_order
+from ...sampling.rules import Parameters
 
 Tensor = torch.Tensor
 

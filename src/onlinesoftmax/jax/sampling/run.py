@@ -69,7 +69,7 @@ class Call(NamedTuple):
 def _sample(call: Call, operands: Values) -> list[Array]:
     seeds = operands["seed"], operands["offset"]
     found = formulas.sample(FUNCTIONS, operands["x"], _parameters(call, operands), *seeds, call.raw, call.top)
-    return [t for t in found if t is not None]
+    return [t for t in found[:-1] if t is not None]
 
 
 def _verify(call: Call, operands: Values) -> list[Array]:

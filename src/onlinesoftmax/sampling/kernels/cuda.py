@@ -9,8 +9,8 @@ import torch
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
 from ...torch.device import from_torch
-from ..distribution import Parameters
 from ..results import Sampled
+from ..rules import Parameters
 from .source import MOST_TOP, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
 
 Tensor = torch.Tensor
