@@ -55,16 +55,18 @@ def linear_token_logprobs_table(records: Records) -> str:
 
 
 def _of_heads(records: Records, suite: str) -> str:
-    """A row for each head, of the first GPU that has a record."""
+    """A row for each head, of the first GPU that has a record; a column for each way that some head was timed by."""
     name = next((each for gpu in ("h100", "h200") if records.get(each := f"{gpu}-{suite}")), "")
     found = records.cases(name)
     if not found:
         return ABSENT
-    header = ["tokens × hidden → classes", "three products", *HEAD_WAYS.values()]
+    results = [(who, result_of(each, who)) for who in HEAD_WAYS for each in found]
+    timed = dict.fromkeys(who for who, result in results if result and result.of_products is not None)
+    header = ["tokens × hidden → classes", "three products", *(HEAD_WAYS[who] for who in timed)]
     rows = []
     for each in found:
         tokens, hidden, classes = each.case.shape
-        cells = [_of_products(result_of(each, who)) for who in HEAD_WAYS]
+        cells = [_of_products(result_of(each, who)) for who in timed]
         products = microseconds(each.three_products and each.three_products.median_us)
         rows.append([f"{sizes((tokens, hidden))} → {classes}", f"{products} µs", f"**{cells[0]}**", *cells[1:]])
     return f"{table(header, rows)}\n\n{source(records.get(name))}"

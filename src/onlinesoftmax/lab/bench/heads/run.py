@@ -132,7 +132,7 @@ def _checked(
         call = partial(peer.prepare(case), *inputs)
         found = errors(sample, call())
         reason = wrong(case, found, allowed, getattr(peer, "slack", OTHERS_SLACK))
-        extra = extra_bytes(call, inputs[0].device)
+        extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
     except Exception as error:  # whatever another library raises is its refusal, not our crash
         return refusal(peer, None, error), None
     status = "wrong" if reason else "ok"
