@@ -104,6 +104,9 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     for (int i = 0; i < 4; ++i) y |= unsigned(both >> (selector >> 4 * i & 7) * 8 & 255) << 8 * i;
     return y;
 }
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+    return unsigned(((unsigned long long)high << 32 | low) >> (by & 31));
+}
 #define __syncthreads() simulated_block->whole.wait(THREADS)
 #define __syncwarp() simulated_block->warps[threadIdx.x / 32].wait(32)
 // Returns the values that the lanes of a warp gave, after each lane has given one.  Exchanges use two buffers in turn.
@@ -127,6 +130,27 @@ inline bool __all_sync(unsigned, bool x) {
     bool all = true;
     for (int i = 0; i < 32; ++i) copy_unseen(&x, given[i], 1), all = all && x;
     return all;
+}
+template <class Fold> unsigned fold_lanes(unsigned x, Fold fold) {
+    const auto given = given_by_lanes(x);
+    unsigned all, one;
+    copy_unseen(&all, given[0], 4);
+    for (int i = 1; i < 32; ++i) copy_unseen(&one, given[i], 4), all = fold(all, one);
+    return all;
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned x) {
+    return fold_lanes(x, [](unsigned a, unsigned b) { return a > b ? a : b; });
+}
+inline unsigned __reduce_add_sync(unsigned, unsigned x) {
+    return fold_lanes(x, [](unsigned a, unsigned b) { return a + b; });
+}
+inline unsigned __reduce_or_sync(unsigned, unsigned x) {
+    return fold_lanes(x, [](unsigned a, unsigned b) { return a | b; });
+}
+template <class T> T atomicMax(T* to, T x) {
+    T now = __atomic_load_n(to, __ATOMIC_SEQ_CST);
+    while (now < x && !__atomic_compare_exchange_n(to, &now, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}
+    return now;
 }
 template <class T> T atomicAdd(T* to, T x) { return __atomic_fetch_add(to, x, __ATOMIC_SEQ_CST); }
 // ThreadSanitizer does not know fences.  So every fence here synchronizes with every earlier fence of any thread, even

@@ -27,6 +27,7 @@ from onlinesoftmax.kernels.cuda import reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.sampling.kernels import source as sampling
+from onlinesoftmax.sampling.kernels import unfiltered
 
 ROWS = 20
 """Rows of a call.  A block of row, pipeline and stream gets several."""
@@ -45,6 +46,7 @@ REMOVED_BARRIERS = (
     (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
     ("reduction", "pass/reduction.cuh", "__syncthreads();"),
     ("sample", "held_row.cuh", "__syncthreads();   // before any thread adds"),
+    ("unfiltered", "parts.cuh", "__syncthreads();"),
 )
 """Kernels, and barriers that they need: the first such statement of a file."""
 
@@ -55,7 +57,7 @@ def main(folder: Path) -> None:
         sys.exit("ThreadSanitizer is not loaded; run: python -m pytest tests/kernels/test_cuda_races.py")
     # g++ must not load ThreadSanitizer.
     os.environ.pop("LD_PRELOAD", None)
-    for kernel in (*KERNELS, "reduction", "sample"):
+    for kernel in (*KERNELS, "reduction", "sample", "unfiltered"):
         run_kernel(kernel, kernel, folder)
     text = source.text
     for kernel, file, barrier in REMOVED_BARRIERS:
@@ -77,6 +79,8 @@ def run_kernel(kernel: str, name: str, folder: Path, asks: Sequence[Ask] = ASKS)
         return reduce_losses(10000, folder)
     if kernel == "sample":
         return sample(folder)
+    if kernel == "unfiltered":
+        return sample_unfiltered(folder)
     for ask in asks:
         call(kernel, ask, folder)
     return None
@@ -114,6 +118,22 @@ def sample(folder: Path) -> None:
     fields = np.array([*(arrays[name].ctypes.data for name in sampling.POINTERS), *numbers])
     cuda_simulator.simulate_sample(sampling.Shape("float32", 2, True, True), fields, rows, folder)
     assert arrays["top_tokens"].tolist() == [cols - 1, cols - 2, cols - 3] * rows
+
+
+def sample_unfiltered(folder: Path) -> None:
+    """Run the kernel that samples without a filter, on rows of two blocks; one row is read twice."""
+    rows, cols = 2, 3000
+    x = np.tile(np.linspace(-3, 3, cols, dtype=np.float32), (rows, 1))
+    x[1, 5] = np.inf
+    arrays: dict[str, Any] = {
+        "x": x, "temperature": np.ones(rows, np.float32), "seed": np.arange(rows), "offset": np.zeros(rows, np.int64),
+        "token": np.zeros(rows, np.int64), "logprob": np.zeros(rows, np.float32), "lse": np.zeros(rows, np.float32),
+        "kept": np.zeros(rows, np.int64), "valid": np.zeros(rows, np.uint8),
+    }  # fmt: skip
+    numbers = cols, cols, unfiltered.slice_of(cols, 2)
+    fields = np.array([*(arrays[name].ctypes.data for name in unfiltered.POINTERS), *numbers])
+    shape = unfiltered.Shape("float32", 2, 64, True, False)
+    cuda_simulator.simulate_sample(shape, fields, rows, folder, unfiltered)
 
 
 if __name__ == "__main__":

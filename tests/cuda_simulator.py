@@ -14,6 +14,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,19 @@ REPLACED = {
         ),
         "inline void fence_for_bulk_copies()": "{}",
     },
+    "noise": {
+        "inline void multiply(unsigned& low, unsigned& high, unsigned a, unsigned b)": (
+            "{ const uint64 both = uint64(a) * b; low = unsigned(both), high = unsigned(both >> 32); }"
+        ),
+    },
+    "race": {
+        "inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.17549435e-38f ? 0 : z; }",
+        "inline float log_of_two(float y)": "{ return logf(y) * 1.44269504f; }",
+        "inline float reciprocal(float y)": "{ return 1 / y; }",
+    },
+    "unfiltered": {
+        "inline uint64 look_shared(const uint64* from)": "{ return look(from); }",
+    },
     "processes": {
         "inline uint64 now()": "{ return 0; }",
         "void fail()": "{ abort(); }",
@@ -150,24 +164,25 @@ template <class T> void show(T& variable, T value) { __atomic_store_n(&variable,
 
 PEERS = """
 static uint64* beginnings[16];
-inline void expect_states(uint64* arrived) {
-    show(*arrived, uint64(0));
+inline void expect_bytes(uint64* arrived, unsigned bytes) {
+    show(*arrived, uint64(bytes));
     show(beginnings[blockIdx.x % CLUSTER], arrived);
 }
 inline void announce_beginning() {}
-inline void wait_for_beginnings() {
-    for (int i = 0; i < CLUSTER; ++i) while (!seen(beginnings[i])) yield();
-}
-inline void send(State* to, State state, uint64* arrived, int block) {
+template <class T> void send(T* to, T word, uint64* arrived, int block) {
     // Thread-local variables of one function are equally far apart in every thread.
-    uint64* const there = seen(beginnings[block]);
-    memcpy(reinterpret_cast<char*>(there) + (reinterpret_cast<char*>(to) - reinterpret_cast<char*>(arrived)), &state,
-           sizeof(State));
-    __atomic_fetch_add(there, 1, __ATOMIC_SEQ_CST);
+    uint64* there;
+    while (!(there = seen(beginnings[block]))) yield();
+    memcpy(reinterpret_cast<char*>(there) + (reinterpret_cast<char*>(to) - reinterpret_cast<char*>(arrived)), &word,
+           sizeof(T));
+    __atomic_fetch_sub(there, sizeof(T), __ATOMIC_SEQ_CST);
 }
-inline void wait_for_states(uint64* arrived) { while (seen(*arrived) < CLUSTER) yield(); }
+inline void wait_for_beginnings() {}
+inline void wait_for_messages(uint64* arrived) { while (seen(*arrived)) yield(); }
 """
 """Messages between the blocks of a cluster: blocks are threads of the host, so a message is a variable for all."""
+
+STATES = "inline void expect_states(uint64* arrived) { expect_bytes(arrived, CLUSTER * sizeof(State)); }"
 
 CLUSTER_WORDS = """
 static char* bases[16];
@@ -195,7 +210,10 @@ inline void put_word(uint64* to, uint64 word, int block) {
 """
 """Words of the blocks of a cluster, and their barrier."""
 
-CLUSTERS = {"channel/cluster_states": PEERS, "channel/cluster_words": CLUSTER_WORDS}
+CLUSTERS = {
+    "channel/cluster_messages": SEEN + PEERS, "channel/cluster_states": STATES,
+    "channel/cluster_words": SEEN + CLUSTER_WORDS,
+}  # fmt: skip
 
 SHARED_ARRAY = re.compile(r"__shared__ (\w+) (\w+)(\[[^;]*\]);")
 SHARED_MEMORY = (
@@ -252,7 +270,7 @@ def _program(parts: list[str], parameter: str, kernel: str, between: str = "") -
 def _replaced(name: str, package: str = source.__package__) -> str:
     """A file with the functions of REPLACED; no inline assembly may be left but what pins addresses."""
     if name in CLUSTERS:
-        return SEEN + CLUSTERS[name]
+        return CLUSTERS[name]
     text = source.text(f"{name}.cuh", package)
     for before, body in REPLACED.get(name.rpartition("/")[2], {}).items():
         begin = text.index(before) + len(before)
@@ -357,18 +375,23 @@ def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)
 
 
-def simulate_sample(shape: sampling.Shape, fields: NDArray[Any], rows: int, folder: Path) -> None:
-    """Run the kernel that samples on the host.
+def simulate_sample(
+    shape: Any, fields: NDArray[Any], rows: int, folder: Path, kernel: ModuleType = sampling
+) -> None:  # fmt: skip
+    """Run a kernel that samples on the host.
 
     Args:
         shape: What it is compiled for.
         fields: Its parameter, whose tensors are memory of the host.
         rows: Rows of the logits.
         folder: Where to put the shared libraries.
+        kernel: The module that has its source.
     """
-    parts = [sampling.prologue(shape), *(_replaced(*file) for file in sampling.FILES)]
+    parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.FILES)]
     dynamic = "extern __shared__ Chunk<X, VECTOR> memory[];"
     parts[-1] = parts[-1].replace(dynamic, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
-    library = load_kernel(_program(parts, "Sampling", sampling.NAME), folder)
+    between = BETWEEN["cluster"] if "beginnings" in "".join(parts) else ""
+    parameter = parts[-1].rpartition("__grid_constant__ ")[2].split()[0]
+    library = load_kernel(_program(parts, parameter, kernel.NAME, between), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), rows * shape.cluster, 1, shape.cluster)
     assert not ctypes.c_long.in_dll(library, "misaligned").value, "accesses at addresses that are not aligned"

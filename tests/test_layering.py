@@ -74,6 +74,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "sampling.arguments": {"torch"},
     "sampling.distribution": {"torch"},
     "sampling.kernels.cuda": {"torch"},
+    "sampling.kernels.unfiltered": {"torch"},
     "sampling.noise": {"torch"},
     "sampling.order": {"torch"},
     "sampling.run": {"torch"},

@@ -44,7 +44,7 @@ _RING = ("channel/team", "channel/team_board", "channel/barrier", "strategy/grid
 KERNEL_FILES = {
     "row": ("strategy/row/row",),
     "looped": ("strategy/looped/looped",),
-    "cluster": ("channel/barrier", "channel/cluster_states", "strategy/cluster/cluster"),
+    "cluster": ("channel/barrier", "channel/cluster_messages", "channel/cluster_states", "strategy/cluster/cluster"),
     "grid": ("channel/team", "channel/mailboxes", "strategy/grid/grid"),
     "pipeline": (*_RING, "strategy/grid/pipeline"),
     "stream": (*_RING, "strategy/grid/stream"),

@@ -11,6 +11,7 @@ from ...kernels.cuda.launch import loaded
 from ...torch.device import from_torch
 from ..results import Sampled
 from ..rules import Parameters
+from . import unfiltered
 from .source import MOST_TOP, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
 
 Tensor = torch.Tensor
@@ -23,6 +24,8 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         scores: Logits that are the scores: no score option is given.
         parameters, seed, offset, raw, top: As for `sample` in run.py.
     """
+    if not parameters.filters and not top:
+        return unfiltered.sample(scores, parameters.temperature, seed, offset, raw)
     rows, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float16", "bfloat16") or scores.stride(1) != 1 or not rows or top > MOST_TOP:

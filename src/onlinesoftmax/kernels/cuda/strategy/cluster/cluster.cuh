@@ -34,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) cluster_kernel(c
         state = merge_warps<THREADS / 32>(state, warp_states);
         wait_for_beginnings();
         if (lane < CLUSTER) send(&states[rank], state, &arrived, lane);
-        wait_for_states(&arrived);
+        wait_for_messages(&arrived);
         state = merge_lanes<CLUSTER>(states[lane % CLUSTER]);
         state = complete_row<THREADS>(p, launch, r, operands, call, state, row, lane, rank == 0);
     }

@@ -1,0 +1,57 @@
+// Sums of powers of two, and the keys of tokens, for unfiltered.cuh.
+//
+// The key of a token is e / E: e is the power of its logit, E = -log(u) its noise.  It is in the order of the logit divided
+// by the temperature with Gumbel's noise, -log(E), and needs no logarithm where 1 - u, which is at most E, is too large.
+
+__device__ inline float power_of_two(float y) {
+    float z; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
+}
+__device__ inline float log_of_two(float y) {
+    float z; asm("lg2.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
+}
+__device__ inline float reciprocal(float y) {
+    float z; asm("rcp.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
+}
+// A sum of 2^(z * rate), in units of 2^n.
+struct Powers {
+    float rate, n;
+    double total;   // a step is added up in float32
+
+    __device__ inline float of(float z) const { return power_of_two(fma(z, rate, -n)); }
+    // Chooses n anew for logits up to `peak`.  Returns false where their powers cannot be added up so.
+    __device__ inline bool refer_to(float peak) {
+        const float to = nearest(peak * rate);
+        if (to == INF) return false;
+        total *= exact_power(fmin(n - to, 127.0f)), n = to;
+        return true;
+    }
+    // The nearest whole number, INF for one that float32 would not add exactly.
+    static constexpr float MOST = 4194304;
+    __device__ static inline float nearest(float y) {
+        return fabs(y) < MOST ? __fadd_rn(__fadd_rn(y, 3 * MOST), -3 * MOST) : INF;
+    }
+};
+
+// A sum of the terms of a step beyond this makes a thread choose its n anew, so that the powers are exact.
+constexpr float LARGE = 128;
+
+// The key of e / E in units of 2^n, which is above 0: a logarithm, linear between powers of two, in units of 2^-23.
+constexpr int64 KEY_OF_ONE = int64(1) << 62;
+__device__ inline uint64 race_key(float key, float n) {
+    return uint64(KEY_OF_ONE + int64(int(n)) * (1 << 23) + __float_as_int(key));
+}
+// The factor of e with which a token has to exceed 1 - u to reach a key, or nearly.
+__device__ inline float limit_of(uint64 key, float n) {
+    const int64 bits = int64(key) - KEY_OF_ONE - int64(int(n)) * (1 << 23);
+    if (!key || bits <= 0) return INF;
+    return bits >= 254 << 23 ? 0 : 1.001f * reciprocal(__int_as_float(int(bits)));
+}
+// Keys that differ by less are compared exactly.
+constexpr uint64 CLOSE = 512;
+
+// -log(u) for the uniform number u of random bits, with a relative error of 4e-6.
+__device__ inline float exponential(unsigned bits) {
+    const float above = fma(float(~bits), 0x1p-32f, 0x1p-33f), u = fma(float(bits), 0x1p-32f, 0x1p-33f);
+    const float series = above * fma(above, fma(above, fma(above, fma(above, 0.2f, 0.25f), 0.33333333f), 0.5f), 1.0f);
+    return above < 0.0625f ? series : -float(LOG_2) * log_of_two(u);
+}

@@ -1,0 +1,94 @@
+// The logits of a block of unfiltered.cuh, which each thread loads for itself, ahead of their use.
+
+constexpr int GROUPS = 4, TOKENS = 4 * GROUPS;   // of a thread in a step: groups of four adjacent tokens
+constexpr int LOADS = TOKENS / VECTOR;           // of 16 bytes
+constexpr unsigned TILE = TOKENS * THREADS;
+
+// The logits of a thread, step by step, in its own places of shared memory; -inf past the end of the slice.
+struct Stream {
+    const X* ahead;          // the first chunk that is loaded next
+    Chunk<X, VECTOR>* own;   // the thread's first place
+    unsigned count;          // tokens of the slice
+    unsigned whole;          // steps without tokens past the end
+    Chunk<X, TOKENS> next;   // unless ALIGNED
+
+    // The first token of chunk i, and of a group of four tokens, from the beginning of the slice on.
+    __device__ static inline unsigned chunk(unsigned step, int i) { return step * TILE + (i * THREADS + threadIdx.x) * VECTOR; }
+    __device__ static inline unsigned token(unsigned step, int group) {
+        return chunk(step, group * 4 / VECTOR) + group * 4 % VECTOR;
+    }
+    // The distance of a group from the first one of a step.
+    __device__ static constexpr unsigned distance(int group) {
+        return group * 4 / VECTOR * THREADS * VECTOR + group * 4 % VECTOR;
+    }
+    __device__ inline Chunk<X, VECTOR>* place(unsigned step, int i) const {
+        return own + (step % STAGES * LOADS + i) * THREADS;
+    }
+    // Loads a step, or what exists of it.
+    template <bool WHOLE> __device__ inline void load(unsigned step, const X* from) {
+        constexpr int NEXT = THREADS * VECTOR;
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const unsigned first = WHOLE ? 0 : chunk(step, i);
+            if constexpr (ALIGNED) {
+                if (WHOLE || (first < count && count - first >= VECTOR)) copy_async(place(step, i), from + i * NEXT);
+            } else {
+#pragma unroll
+                for (int j = 0; j < VECTOR; ++j)
+                    if (WHOLE || first + j < count) next.at[i * VECTOR + j] = load_one(from + i * NEXT + j);
+            }
+        }
+    }
+    __device__ inline void load(unsigned step) {
+        const X* const from = ahead;
+        ahead += TILE;
+        asm volatile("" : "+l"(ahead));
+        if (step < whole) load<true>(step, from);
+        else if (step * TILE < count) load<false>(step, from);
+        if constexpr (ALIGNED) commit();
+    }
+    __device__ inline void begin() {
+        for (int i = 0; i < (ALIGNED ? STAGES : 1); ++i) load(i);
+    }
+    // Waits for the logits of a step.  Unless ALIGNED, they travel through registers, and the next ones set out.
+    __device__ inline void arrive(unsigned step) {
+        if constexpr (ALIGNED) wait_groups(STAGES - 1);
+        else {
+#pragma unroll
+            for (int i = 0; i < LOADS; ++i) *place(step, i) = reinterpret_cast<const Chunk<X, VECTOR>*>(&next)[i];
+            load(step + 1);
+        }
+        if (step >= whole) complete(step);
+    }
+    // Completes the last step.
+    __device__ inline void complete(unsigned step) const {
+#pragma unroll 1
+        for (int i = 0; i < LOADS; ++i) {
+            const unsigned first = chunk(step, i);
+            if (first < count && count - first >= VECTOR) continue;
+#pragma unroll 1
+            for (int j = 0; j < VECTOR; ++j) {
+                X& to = place(step, i)->at[j];
+                if (first + j >= count) clear(to, false);
+                else if (ALIGNED) to = ahead[i * THREADS * VECTOR + j - int64(STAGES) * TILE];
+            }
+        }
+    }
+    __device__ inline void take(float (&z)[TOKENS], unsigned step) const {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const Chunk<X, VECTOR> chunk = *place(step, i);
+#pragma unroll
+            for (int j = 0; j < VECTOR; ++j) z[i * VECTOR + j] = wide(chunk, j);
+        }
+    }
+    __device__ inline void take_group(float (&z)[4], unsigned step, int group) const {
+        const X* const from = place(step, group * 4 / VECTOR)->at + group * 4 % VECTOR;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) z[j] = wide(from[j]);
+    }
+    // Loads what comes after all steps that are under way, in the places of a step that is done.
+    __device__ inline void follow(unsigned step) {
+        if constexpr (ALIGNED) load(step + STAGES);
+    }
+};

@@ -1,0 +1,298 @@
+// Samples a token of each row of logits without a filter, in one pass over the row, of which nothing is held.
+//
+// One block:  owns `slice` adjacent tokens of a row; CLUSTER blocks own a row.
+// Chosen:     without top_k, top_p, min_p and top_logprobs.
+// Bytes:      one read of the logits; a second one of the rare rows that `add_exactly` takes.
+// Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^32 - 1 tokens.
+//
+// A token wins with the largest x / temperature - log(E), E = -log(u), so with the largest key e / E, where e is the power
+// of its logit that is added up anyway.  docs/sampling.md says how the pass leaves out logarithms, and why the token is
+// nevertheless that of the formula.
+
+struct Unfiltered {
+    const X* x;
+    const float* temperature; const int64* seed; const int64* offset;
+    int64* token; float* logprob; float* lse; int64* kept; unsigned char* valid;
+    int64 stride, cols, slice;
+};
+
+// A word of shared memory that other threads change meanwhile.
+__device__ inline uint64 look_shared(const uint64* from) {
+    uint64 word;
+    asm volatile("ld.relaxed.cta.shared.b64 %0, [%1];" : "=l"(word) : "r"(unsigned(__cvta_generic_to_shared(from))));
+    return word;
+}
+__device__ inline bool any_lane(bool x) { return !__all_sync(~0u, !x); }
+
+// What the threads of a block know of their row.
+struct RowOf {
+    float temperature;
+    uint64 seed, offset;
+    unsigned begin;   // the first token of the slice
+};
+
+// Chooses the units of the sums anew for a step whose terms are large; returns false for a step with NaN or infinity.
+__device__ inline bool refer_anew(Part& own, const Stream& stream, unsigned step, Powers& race, Powers& mass) {
+    float z[TOKENS], peak = -INF;
+    bool has_nan = false;
+    stream.take(z, step);
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) peak = fmax(peak, z[i]), has_nan |= z[i] != z[i];
+    const bool fits = !has_nan && race.refer_to(peak) && (!RAW || mass.refer_to(peak));
+    own.flags |= has_nan ? HAS_NAN : fits ? 0 : IRREGULAR;
+    return fits;
+}
+__device__ inline float sum_of(const Stream& stream, unsigned step, const Powers& powers) {
+    float z[TOKENS], part = 0;
+    stream.take(z, step);
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) part += powers.of(z[i]);
+    return part;
+}
+
+// One pass over the slice of a greedy row.
+__device__ inline void add_greedily(Part& own, Powers& mass, Stream& stream, const RowOf& row, unsigned steps) {
+    float top = -INF;
+    for (unsigned step = 0; step < steps; ++step) {
+        if (step) stream.arrive(step);
+        float z[TOKENS], peak = -INF, part = 0;
+        stream.take(z, step);
+        bool has_nan = false;
+#pragma unroll
+        for (int i = 0; i < TOKENS; ++i) {
+            peak = fmax(peak, z[i]), has_nan |= z[i] != z[i];
+            if (RAW) part += mass.of(z[i]);
+        }
+        if (has_nan) own.flags |= HAS_NAN;
+        if (peak > top) {
+            top = peak;
+            unsigned token = 0;
+#pragma unroll
+            for (int i = TOKENS - 1; i >= 0; --i)
+                if (z[i] == peak) token = Stream::token(step, i / 4) + i % 4;
+            own.token = row.begin + token, own.logit = peak, own.key = key_of(peak, own.token);
+        }
+        if (RAW) {
+            if (!(part <= LARGE)) part = refer_anew(own, stream, step, mass, mass) ? sum_of(stream, step, mass) : 0;
+            mass.total += part;
+        }
+        stream.follow(step);
+    }
+}
+
+// A bound for the keys of the block from one token of each thread, that with the largest logit of the first step.
+__device__ inline uint64 first_key(const float (&z)[TOKENS], const RowOf& row, float rate) {
+    float peak = z[0];
+    int at = 0;
+#pragma unroll
+    for (int i = 1; i < TOKENS; ++i)
+        if (z[i] > peak) peak = z[i], at = i;
+    const float n = Powers::nearest(peak * rate);
+    if (!(n < INF)) return 0;
+    const Words words = philox((row.begin + Stream::token(0, at / 4)) / 4, row.offset, row.seed);
+    const unsigned low = at & 1 ? words.of[1] : words.of[0], high = at & 1 ? words.of[3] : words.of[2];
+    const float e = power_of_two(fma(peak, rate, -n));
+    return race_key(e * reciprocal(exponential(at & 2 ? high : low)), n);
+}
+
+// Decides the race among four logits of each lane.
+__device__ inline void race_group(
+    Part& own, const Powers& race, const Stream& stream, const RowOf& row, unsigned step, int group
+) {
+    // The noise is made again, so that the usual step need not hold it.
+    uint64 seed = row.seed;
+    asm volatile("" : "+l"(seed));
+    float z[4], best = 0, second = 0;
+    stream.take_group(z, step, group);
+    const unsigned token = row.begin + Stream::token(step, group);
+    const Words words = philox(token / 4, row.offset, seed);
+    int at = 0;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        // Rows with infinite logits are not decided here.
+        const float e = fabs(z[j]) < INF ? race.of(z[j]) : 0, key = e * reciprocal(exponential(words.of[j]));
+        second = fmax(second, fmin(best, key));
+        if (key > best) best = key, at = j;
+    }
+    const uint64 key = best > 0 ? race_key(best, race.n) : 0, after = second > 0 ? race_key(second, race.n) : 0;
+    if (key > own.key) {
+        own.second = max(own.key, after), own.key = key, own.token = token + at;
+        own.logit = at & 2 ? at & 1 ? z[3] : z[2] : at & 1 ? z[1] : z[0];
+    } else {
+        own.second = max(own.second, key);
+    }
+}
+
+// One pass over the slice of a sampled row; `mass` is not used unless RAW.  `known` is a bound for the keys of the block.
+__device__ inline void add_with_noise(
+    Part& own, Powers& race, Powers& mass, Stream& stream, const RowOf& row, unsigned steps, Board& board, uint64 known
+) {
+    float limit = limit_of(known, race.n);
+    unsigned block = (row.begin + Stream::token(0, 0)) / 4;   // of four tokens: the thread's first one of a step
+    // A count down ends with a comparison with 0; the compiler would compute the number of steps again in each.
+    for (unsigned step = 0, left = steps; left; --left, ++step, block += TILE / 4) {
+        if (step) stream.arrive(step);
+        float z[TOKENS], part = 0, of_mass = 0, products = 0;
+        unsigned near[GROUPS];
+        stream.take(z, step);
+        const uint64 bound = look_shared(&board.bound);
+#pragma unroll
+        for (int group = 0; group < GROUPS; ++group) {
+            const Words words = philox(block + Stream::distance(group) / 4, row.offset, row.seed);
+            float of_group = 0;
+            near[group] = 0;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float x = z[group * 4 + j], e = race.of(x);
+                of_group += e;
+                if (RAW) of_mass += mass.of(x);
+                if (j % 2) products = fma(z[group * 4 + j - 1], x, products);
+                // 1 + u, rounded up to a multiple of 2^-23, reaches 2 with the distance that e makes up for.
+                near[group] |= __float_as_uint(fma(e, limit, __uint_as_float((words.of[j] >> 9) + 0x3f800002u)));
+            }
+            part += of_group;
+        }
+        // The exponents from 2 on have this bit.
+        constexpr unsigned FROM_TWO = 0x40000000;
+        const bool close = (near[0] | near[1] | near[2] | near[3]) & FROM_TWO, odd = !(fabs(products) < INF);
+        const bool large = !(part <= LARGE) || (RAW && !(of_mass <= LARGE));
+        if (any_lane(close || odd || large || bound > known)) {
+            if (any_lane(odd)) {
+                stream.take(z, step);
+#pragma unroll
+                for (int i = 0; i < TOKENS; ++i) own.absent += z[i] == -INF;
+            }
+            if (large) {
+                const bool fits = refer_anew(own, stream, step, race, mass);
+                part = fits ? sum_of(stream, step, race) : 0;
+                of_mass = RAW && fits ? sum_of(stream, step, mass) : 0;
+            }
+            known = max(known, bound);
+            if (any_lane(close || large)) {
+                unsigned groups = 0;
+#pragma unroll
+                for (int group = 0; group < GROUPS; ++group) groups |= (large || near[group] & FROM_TWO) << group;
+                groups = __reduce_or_sync(~0u, groups);
+#pragma unroll 1
+                for (int group = 0; group < GROUPS; ++group)
+                    if (groups >> group & 1) race_group(own, race, stream, row, step, group);
+                known = max(known, largest_of_lanes(own.key));
+                if (known > bound && threadIdx.x % 32 == 0) atomicMax(&board.bound, known);
+            }
+            limit = limit_of(known, race.n);
+        }
+        race.total += part;
+        if (RAW) mass.total += of_mass;
+        stream.follow(step);
+    }
+}
+
+// Calls use(logit, token) for the thread's tokens of a row.
+template <class Use> __device__ inline void each_logit(const X* x, int64 cols, Use use) {
+    for (int64 i = threadIdx.x; i < cols; i += THREADS) use(wide(load_one(x + i)), unsigned(i));
+}
+
+// Writes the results of a row; returns false for a valid row whose roundings would matter.
+__device__ inline bool write_row(const Unfiltered& p, int64 row, const RowOf& of_row, const Part& own, double ratio, float rate) {
+    const float temperature = of_row.temperature;
+    const bool greedy = temperature == 0, sane = temperature >= 0 && temperature < INF, certain = greedy && !RAW;
+    const bool valid = sane && !(own.flags & HAS_NAN) && (greedy ? own.key && own.logit > -INF : own.absent != p.cols);
+    const bool summed = certain || (!own.flags && own.sum >= 0.25 && fabs(ratio - 1) < 1e-6 && rate > 1e-36f);
+    if (valid && !(summed && (greedy || own.key - own.second >= CLOSE))) return false;
+    const double log_sum = log(own.sum) + own.n * LOG_2, logprob = (own.logit * double(rate) * LOG_2 - log_sum) * ratio;
+    p.token[row] = valid ? own.token : 0;
+    p.logprob[row] = !valid ? NOT_A_NUMBER : certain ? 0 : float(logprob);
+    p.lse[row] = !valid ? NOT_A_NUMBER : certain ? own.logit : float(log_sum * ratio);
+    p.kept[row] = !valid ? 0 : greedy ? 1 : p.cols - own.absent;
+    p.valid[row] = valid;
+    return true;
+}
+
+// Two more passes over a row, for the first block, with every rounding of the formula.
+__device__ inline void add_exactly(const Unfiltered& p, int64 row, const RowOf& of_row, Board& board) {
+    const X* const x = p.x + row * p.stride;
+    Part first = nothing();
+    each_logit(x, p.cols, [&](float z, unsigned token) { first.key = max(first.key, key_of(z, token)); });
+    __syncthreads();   // the board is read no more
+    first = merge_block(first, board);
+    if (threadIdx.x == 0) board.bound = first.key;
+    __syncthreads();
+    const float m = score_of(board.bound), temperature = of_row.temperature;
+    const bool greedy = temperature == 0;
+    const double divisor = greedy ? 1 : double(temperature);
+    const float rate = RAW ? float(LOG2_E) : fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
+    Part own = nothing();
+    each_logit(x, p.cols, [&](float logit, unsigned token) {
+        const float z = below(logit, m);
+        own.absent += z == -INF;
+        if (z == -INF) return;
+        own.sum += double(int64(mass_of(z, rate)));
+        const double exact = exactly_below(logit, m);
+        const double noise = greedy ? 0 : gumbel(philox(token / 4, of_row.offset, of_row.seed).of[token % 4]);
+        // A thread's tokens come in their order, so of equal keys the first stays.
+        const uint64 key = ordered(exact + divisor * noise);
+        if (key > own.key) own.key = key, own.token = token, own.logit = logit;
+    });
+    own.n = 0;
+    own = merge_block(own, board);
+    if (threadIdx.x) return;
+    const double log_sum = log(own.sum) - MASS_BITS * LOG_2, of_logprobs = RAW ? 1 : divisor;
+    p.token[row] = own.token;
+    p.logprob[row] = float(exactly_below(own.logit, m) / of_logprobs - log_sum);
+    p.lse[row] = float(m / of_logprobs + log_sum);
+    p.kept[row] = greedy ? 1 : p.cols - own.absent;
+    p.valid[row] = 1;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) unfiltered_kernel(const __grid_constant__ Unfiltered p) {
+    extern __shared__ Chunk<X, VECTOR> memory[];
+    __shared__ Board board;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
+    const int64 row = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
+    const unsigned count = unsigned(min(p.slice, p.cols - begin));
+    Stream stream{p.x + row * p.stride + begin + threadIdx.x * VECTOR, memory + threadIdx.x, count, count / TILE, {}};
+    stream.begin();
+    const RowOf of_row{p.temperature[row], uint64(p.seed[row]), uint64(p.offset[row]), unsigned(begin)};
+    if (CLUSTER > 1) {
+        if (threadIdx.x == 0 && rank == 0) expect_bytes(&board.arrived, sizeof(board.of_blocks));
+        announce_beginning();
+    }
+    const float temperature = of_row.temperature;
+    const bool greedy = temperature == 0, sane = temperature >= 0 && temperature < INF;
+    const float rate = fmin(float(LOG2_E) / temperature, LARGEST_FLOAT32);
+    // The rate is rounded: logarithms of sums of powers have to be multiplied by this ratio.
+    if (threadIdx.x == 0) board.bound = 0, board.ratio = RAW ? LOG2_E / float(LOG2_E) : LOG2_E / (double(temperature) * rate);
+
+    // The largest logit of the first step decides in which units the powers are added up.
+    float z[TOKENS], peak = -INF;
+    stream.arrive(0);
+    stream.take(z, 0);
+#pragma unroll
+    for (int i = 0; i < TOKENS; ++i) peak = fmax(peak, z[i]);
+    const unsigned peak_of_warp = __reduce_max_sync(~0u, unsigned(key_of(peak, 0) >> 32));
+    uint64 known = largest_of_lanes(greedy ? 0 : first_key(z, of_row, rate));
+    if (lane == 0) board.peaks[warp] = peak_of_warp, board.keys[warp] = known;
+    __syncthreads();
+    peak = score_of(uint64(__reduce_max_sync(~0u, lane < WARPS ? board.peaks[lane] : 0u)) << 32);
+    known = largest_of_lanes(lane < WARPS ? board.keys[lane] : 0);
+    const auto powers = [&](float rate) {
+        Powers made{rate, -Powers::MOST, 0};
+        made.refer_to(peak);
+        return made;
+    };
+    Powers race = powers(rate), mass = powers(float(LOG2_E));
+    const unsigned steps = sane ? unsigned((count + uint64(TILE) - 1) / TILE) : 0;
+    Part own = nothing();
+    if (!greedy) add_with_noise(own, race, mass, stream, of_row, steps, board, known);
+    else add_greedily(own, mass, stream, of_row, steps);
+    if (!RAW) mass = race;
+    own.sum = mass.total, own.n = int(mass.n);
+    own = merge_block(own, board);
+    // Logits past the end of the slice have been counted.
+    own.absent -= steps * TILE - count;
+    own = merge_cluster(own, board, rank);
+    if (rank) return;
+    if (threadIdx.x == 0) board.again = !write_row(p, row, of_row, own, board.ratio, mass.rate);
+    __syncthreads();
+    if (board.again) add_exactly(p, row, of_row, board);
+}

@@ -1,0 +1,134 @@
+"""The kernel that samples without a filter gives what PyTorch's operations give, token for token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from cuda_simulator import simulate_sample
+from onlinesoftmax.core.device import KNOWN
+from onlinesoftmax.kernels.cuda import compile
+from onlinesoftmax.sampling.kernels import unfiltered
+
+Tensor = torch.Tensor
+
+THREADS = 64
+"""Threads of a simulated block, so that short rows have several steps."""
+
+
+def simulated(x: Tensor, cluster: int, folder: Path, raw: bool, **given: Tensor) -> dict[str, Tensor]:
+    """What the kernel writes, by name."""
+    rows, cols = x.shape
+    aligned = not (x.data_ptr() | x.stride(0) * x.element_size()) % 16
+    shape = unfiltered.Shape(str(x.dtype).removeprefix("torch."), cluster, THREADS, aligned, raw)
+    whole, real = torch.int64, torch.float32
+    out = {"token": whole, "logprob": real, "lse": real, "kept": whole, "valid": torch.bool}
+    memory = {"x": x, **given} | {name: torch.full((rows,), 77, dtype=dtype) for name, dtype in out.items()}
+    numbers = x.stride(0), cols, unfiltered.slice_of(cols, cluster)
+    fields = [*(memory[name].data_ptr() for name in unfiltered.POINTERS), *numbers]
+    simulate_sample(shape, np.array(fields, np.int64), rows, folder, unfiltered)
+    return {name: memory[name] for name in out}
+
+
+def check(x: Tensor, cluster: int, folder: Path, raw: bool = False, temperature: Any = 1.0) -> None:
+    rows = len(x)
+    given = {
+        "temperature": torch.as_tensor(temperature).expand(rows).contiguous(),
+        "seed": torch.arange(rows),
+        "offset": torch.arange(rows) * 2**33,
+    }
+    got = simulated(x, cluster, folder, raw, **given)
+    want = osm.sample(x, **given, logprobs="raw" if raw else "processed")._asdict()
+    for name in ("token", "kept", "valid"):
+        assert torch.equal(got[name], want[name]), name
+    for name in ("logprob", "lse"):
+        assert torch.allclose(got[name], want[name], rtol=1e-6, atol=1e-6, equal_nan=True), name
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize(("cols", "cluster"), [(1, 1), (100, 1), (5000, 2), (9001, 8)])
+def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, raw: bool, folder: Path) -> None:
+    x = torch.randn(6, cols, generator=torch.Generator().manual_seed(cols)) * 3
+    x[4] *= 30
+    x[5, : cols // 2] = -torch.inf
+    check(x, cluster, folder, raw, torch.tensor([1.0, 0.5, 0.0, 2.0, 0.01, 1.0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("first", [0, 1])
+def test_16_bit_logits_and_rows_that_are_not_aligned(dtype: torch.dtype, first: int, folder: Path) -> None:
+    x = (torch.randn(3, 2777 + first, generator=torch.Generator().manual_seed(1)) * 2).to(dtype)
+    check(x[:, first:], 2, folder)
+    check(x[:, first:], 2, folder, temperature=torch.tensor([1e-3, 1.0, 0.0]))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_ties_and_rows_without_a_distribution(raw: bool, folder: Path) -> None:
+    inf, nan = torch.inf, torch.nan
+    odd = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -inf, 5.0]
+    rows = [odd, [1.0] * 10, [-inf] * 10, [0.0] * 9 + [nan], [inf, 1.0, inf] + [0.0] * 7, [3.0] + [-inf] * 9]
+    rows += [[-0.0, 0.0] * 5, [inf, -inf] * 5, [nan, inf] * 5]
+    # The odd logits come late, or alone.
+    late = torch.full((3, 3000), -1.0)
+    late[0, 2500], late[1, 2500], late[2, :2999] = nan, inf, -inf
+    for temperature in (1.0, 0.0, -1.0, inf, nan, 1e-45, 3e38):
+        for cluster in (1, 2):
+            check(torch.tensor(rows), cluster, folder, raw, temperature)
+        check(late, 2, folder, raw, temperature)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        # Keys that are equal in float32, or too close; sums that leave float32; logits that do.
+        [3.4e38, -3.4e38, -3.4e38, -3.4e38], [1000.0, 1e-15, 0.0, -1.0], [1e30, 2.0, 1.0, 0.0], [7.0] * 40,
+        [-3e6, -3e6 + 1, -3e6 + 2], [5e6, 5e6, 5e6 - 1], [-5e6, -5e6, -5e6 - 1], [0.0, 200.0, 400.0, 401.0],
+    ],
+)  # fmt: skip
+def test_scores_at_the_limits_of_rounding(row: list[float], folder: Path) -> None:
+    for temperature in (1.0, 3e38, 1e-6, 1e-38):
+        check(torch.tensor([row]), 1, folder, False, temperature)
+    # Many steps, each with larger logits than the one before.
+    rising = torch.arange(6000.0).unsqueeze(0) * torch.tensor([[1e-3], [0.3]]) + row[-1]
+    check(rising, 2, folder)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 8)])
+def test_the_kernel_compiles_without_spills(arch: str, cluster: int, aligned: bool) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
+    shape = unfiltered.Shape("bfloat16", cluster, unfiltered.MOST_THREADS, aligned, False)
+    _, log, _ = compile.build(unfiltered.source(shape), arch)
+    assert compile.usage(log)["spills"] == 0
+
+
+def test_few_rows_use_many_multiprocessors_and_short_rows_few_threads() -> None:
+    hopper, ada = (KNOWN[name] for name in ("h100", "l4"))
+    for device, most in ((hopper, 16), (ada, 1)):
+        for rows, cols in ((1, 1), (1, 128256), (8, 128256), (64, 32000), (512, 128256), (10_000, 1000), (1, 1 << 31)):
+            shape = unfiltered.shape_of(rows, cols, "float32", True, False, device)
+            length = unfiltered.slice_of(cols, shape.cluster)
+            assert length * shape.cluster >= cols > length * (shape.cluster - 1)
+            assert shape.cluster <= most
+            assert rows * shape.cluster <= max(rows, device.multiprocessors)
+            assert shape.threads <= max(length // 8, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "cols"), [(1, 128256), (64, 32000), (300, 50257), (3, 262208), (2, 1 << 20), (5, 1)])
+def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = (torch.randn(rows, cols, generator=torch.Generator().manual_seed(3)) * 3).to(dtype)
+        seed, temperature = torch.arange(rows), torch.linspace(0.0, 2.0, rows)
+        for logprobs in ("processed", "raw"):
+            want = osm.sample(x, seed=seed, temperature=temperature, logprobs=logprobs)
+            got = osm.sample(x.cuda(), seed=seed.cuda(), temperature=temperature.cuda(), logprobs=logprobs)
+            for name in ("token", "kept", "valid"):
+                assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+            for name in ("logprob", "lse"):
+                assert torch.allclose(getattr(got, name).cpu(), getattr(want, name), rtol=1e-6, atol=1e-6), name
