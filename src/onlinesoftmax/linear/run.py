@@ -6,12 +6,11 @@ A trace gets the operators of operators.py; an eager call runs the functions of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..core.call import LossStatistics, Settings, TokenLogprobs
-from ..core.task import ANY
 from ..ops.cross_entropy.arguments import checked_numbers
 from ..torch.arguments import TORCH, check_dtype, check_weight, checked_number
 from ..torch.formulas import accumulator_of
@@ -21,6 +20,7 @@ from ..torch.loss_arguments import (
     count_of,
     counted,
     equals,
+    ignored,
     is_class,
     scaled_weight,
     scales_weight,
@@ -53,68 +53,119 @@ Tensors = tuple[Any, Any, Any, Any]
 """The arguments input, linear_weight, target and linear_bias."""
 
 
+class LossCall(NamedTuple):
+    """The checked arguments of `linear_cross_entropy`.
+
+    Attributes:
+        head: The tensors; targets that are classes are int64.
+        loss: The options of the loss.
+        factor: Factor of the loss of each token, in the dtype of the sums: its weight.
+        dtype: Dtype of the result.
+        memory, sum_dtype: The arguments `memory` and `acc_dtype`.
+    """
+
+    head: Head
+    loss: Loss
+    factor: Tensor
+    dtype: torch.dtype
+    memory: int | None
+    sum_dtype: torch.dtype
+
+
+def checked_loss(
+    tensors: Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: torch.dtype | None, memory: Any,
+    acc_dtype: Any, total: int | None = None,
+) -> LossCall:  # fmt: skip
+    """Check the arguments of `linear_cross_entropy`.
+
+    Args:
+        tensors, weight, token_weight, dtype, memory, acc_dtype: The arguments.
+        numbers: reduction, ignore_index, label_smoothing, z_loss, scale and softcap.
+        total: Number of classes on all processes; None where this one has all.
+    """
+    name, (reduction, *given, scale, softcap), whole = "linear_cross_entropy", numbers, total is None
+    head = checked_head(name, *tensors, soft=whole, part=not whole)
+    options = checked_options_of(name, scale, softcap, head if whole else None)
+    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given), name)
+    check_weight(f"{name}()", weight, head.input, len(head.weight) if total is None else total)
+    check_dtype(f"{name}()", dtype)
+    wide = accumulator_of(head.input.dtype, head.input.dtype)
+    dtype = dtype or (wide if is_autocast(head.input) else head.input.dtype)
+    loss = Loss(Settings(1, wide), ignore_index, reduction, smoothing, z_loss, options)
+    if not head.target.is_floating_point():
+        # In a narrow dtype, a comparison with the number of classes would be modulo its range.
+        head = head._replace(target=signed(head.target).long())
+    factor = torch.ones(head.input.shape[:1], dtype=wide, device=head.input.device)
+    if token_weight is not None:
+        factor = checked_per_token(name, "token_weight", token_weight, head).detach().to(wide)
+    bounds = checked_memory(name, memory), checked_acc_dtype(name, acc_dtype, head.input.dtype)
+    return LossCall(head, loss, factor, dtype, *bounds)
+
+
 def cross_entropy(
     tensors: Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: torch.dtype | None,
     return_stats: bool, memory: Any, acc_dtype: Any,
 ) -> Any:  # fmt: skip
-    """As `linear_cross_entropy`; `numbers` has reduction, ignore_index, label_smoothing, z_loss, scale and softcap."""
-    name, (reduction, *given, scale, softcap) = "linear_cross_entropy", numbers
-    head = checked_head(name, *tensors, soft=True)
-    options = checked_options_of(name, scale, softcap, head)
-    ignore_index, smoothing, z_loss = checked_numbers(TORCH, reduction, tuple(given), name)
-    classes, soft = len(head.weight), head.target.is_floating_point()
-    check_weight(f"{name}()", weight, head.input, classes)
-    check_dtype(f"{name}()", dtype)
-    wide = accumulator_of(head.input.dtype, head.input.dtype)
-    dtype = dtype or (wide if is_autocast(head.input) else head.input.dtype)
-    loss = Loss(Settings(1, wide, False, ANY), ignore_index, reduction, smoothing, z_loss, options)
-    # In a narrow dtype, a comparison with the number of classes would be modulo its range.
-    of_target = head.target if soft else signed(head.target).long()
-    head = head._replace(target=of_target)
-    if weight is not None and scales_weight(of_target, weight, loss):
-        weight = scaled_weight(of_target, weight, loss, wide)
-    if token_weight is not None:
-        token_weight = checked_per_token(name, "token_weight", token_weight, head)
-    factor, divisor = _factor(head, weight, loss, token_weight)
-    bounds = checked_memory(name, memory), checked_acc_dtype(name, acc_dtype, head.input.dtype)
+    """As `linear_cross_entropy`; `numbers` as for `checked_loss`."""
+    call = checked_loss(tensors, numbers, weight, token_weight, dtype, memory, acc_dtype)
+    (head, loss, factor, dtype, *_), divisor = call, None
+    if weight is not None and scales_weight(head.target, weight, loss):
+        weight = scaled_weight(head.target, weight, loss, factor.dtype)
+    if loss.reduction == "mean":
+        soft = head.target.is_floating_point()
+        divisor = torch.ones_like(factor).sum() if soft else count_of(head.target, weight, loss, factor.dtype)
+    factor, divisor = with_divisor(factor, divisor, head.input.dtype)
     way = _traced_losses if is_traced(head.input) else _losses
-    y, stats = way(head, weight, loss, factor, return_stats, *bounds)
-    y = _mean_of_none(divided(y, divisor), head, reduction)
-    y = (y.reshape(head.shape) if reduction == "none" else y).to(dtype)
+    y, stats = way(call._replace(factor=factor), weight, return_stats)
+    y = _mean_of_none(divided(y, divisor), head, loss.reduction)
+    y = (y.reshape(head.shape) if loss.reduction == "none" else y).to(dtype)
     if not return_stats:
         return y
-    return y, LossStatistics(*[t.reshape(head.shape) for t in statistics_of(of_target, loss, *stats)])
+    return y, LossStatistics(*[t.reshape(head.shape) for t in statistics_of(head.target, loss, *stats)])
 
 
-def _losses(
-    head: Head, weight: Tensor | None, loss: Loss, factor: Tensor, stats: bool, memory: int | None,
-    sum_dtype: torch.dtype,
-) -> tuple[Tensor, Any]:  # fmt: skip
-    """The losses, each times its factor, or their sum; and with `stats` lse, entropy and the largest class."""
-    inputs, target, each = (head.input, head.weight, head.bias), head.target, loss.reduction == "none"
-    whole_rows, in_place = needs_whole_rows(loss, target, weight, stats), sum_dtype.itemsize < factor.itemsize
-    plan = plan_for("linear_cross_entropy", head, memory, each, whole_rows, in_place=in_place)
-    if plan.name == "columns" or plan.keeps:
-        y = loss_of(LogProbabilities.apply(*inputs, target, plan, loss.options), target, loss) * factor
-        return y if each else y.sum(), ()
-    skipped = None if target.is_floating_point() else ~counted(target, loss)
+def _losses(call: LossCall, weight: Tensor | None, stats: bool) -> tuple[Tensor, Any]:
+    """As `losses`, with all classes here; with `stats`, the further results are lse, entropy and the largest class."""
+    target, loss = call.head.target, call.loss
     of_chunk = loss_rows(target, weight, loss._replace(reduction="none"), stats)
-    work = Work(plan, of_chunk, skipped, records(head), None, sum_dtype, (target, weight))
+    return losses(call, weight, of_chunk, needs_whole_rows(loss, target, weight, stats))
+
+
+def losses(
+    call: LossCall, weight: Tensor | None, of_chunk: Rows, whole_rows: bool, sharing: Sharing | None = None
+) -> tuple[Tensor, Any]:
+    """The losses, each times its factor, or their sum; and the further results of `of_chunk` for each token.
+
+    Args:
+        call: The call.
+        weight: Weight of each class, or None.
+        of_chunk: The function of the logits of a chunk.
+        whole_rows: As for `problem_of`.
+        sharing: The other processes that have classes; None where this one has all.
+    """
+    head, loss, factor, each = call.head, call.loss, call.factor, call.loss.reduction == "none"
+    inputs, target = (head.input, head.weight, head.bias), head.target
+    in_place = call.sum_dtype.itemsize < factor.itemsize
+    plan = plan_for("linear_cross_entropy", head, call.memory, each, whole_rows, sharing, in_place)
+    if plan.name == "columns" or plan.keeps:
+        found = LogProbabilities.apply(*inputs, target, plan, loss.options, sharing)
+        y = loss_of(found, target, loss) * factor
+        return y if each else y.sum(), ()
+    skipped = None if target.is_floating_point() else ignored(target, loss)
+    work = Work(plan, of_chunk, skipped, records(head), sharing, call.sum_dtype, (target, weight))
     if each:
-        y, *found = LaterFactor.apply(*inputs, work)
-        return y * factor, found
-    y, _, *found = KnownFactor.apply(*inputs, factor, work)
-    return y, found
+        y, *more = LaterFactor.apply(*inputs, work)
+        return y * factor, more
+    y, _, *more = KnownFactor.apply(*inputs, factor, work)
+    return y, more
 
 
-def _traced_losses(
-    head: Head, weight: Tensor | None, loss: Loss, factor: Tensor, stats: bool, memory: int | None,
-    sum_dtype: torch.dtype,
-) -> tuple[Tensor, Any]:  # fmt: skip
+def _traced_losses(call: LossCall, weight: Tensor | None, stats: bool) -> tuple[Tensor, Any]:
     """As `_losses`, by operators.
 
     The gradient of a mean over many tokens is too small for float16, so there it waits for the factor of a scaler.
     """
+    head, loss, factor, _, memory, sum_dtype = call
     each, target = loss.reduction == "none", head.target
     known = not each and head.input.dtype != torch.float16
     if not known and not needs_whole_rows(loss, target, weight, stats):
@@ -286,17 +337,6 @@ def plan_for(
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
     """The result; NaN where it is the mean of no tokens, whose gradients are 0."""
     return y if head.input.shape[0] or reduction != "mean" else y + torch.nan
-
-
-def _factor(head: Head, weight: Tensor | None, loss: Loss, token_weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The factor of the loss of each token, and the divisor of the sum (`with_divisor`)."""
-    x, target = head.input, head.target
-    wide, divisor = accumulator_of(x.dtype, x.dtype), None
-    factor = torch.ones(x.shape[:1], dtype=wide, device=x.device)
-    if loss.reduction == "mean":
-        soft = target.is_floating_point()
-        divisor = factor.sum() if soft else count_of(target, weight, loss, wide)
-    return with_divisor(factor if token_weight is None else factor * token_weight.detach().to(wide), divisor, x.dtype)
 
 
 def with_divisor(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
