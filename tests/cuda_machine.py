@@ -38,6 +38,7 @@ struct Barrier {
 struct Block {
     Dim thread, place, grid;
     Barrier whole, warps[32];
+    int votes;
     char lanes[32][2][32][16];
     unsigned char side[32][32];
 };
@@ -98,6 +99,9 @@ inline double __longlong_as_double(unsigned long long i) { return bits_as<double
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline unsigned long long __float2ull_rn(float x) { return (unsigned long long)__builtin_rintf(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = (unsigned long long)b << 32 | a;
     unsigned y = 0;
@@ -108,6 +112,19 @@ inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
     return unsigned(((unsigned long long)high << 32 | low) >> (by & 31));
 }
 #define __syncthreads() simulated_block->whole.wait(THREADS)
+// Returns how many threads of the block gave true.
+inline int vote(bool x, int threads) {
+    Block& block = *simulated_block;
+    __atomic_fetch_add(&block.votes, x, __ATOMIC_RELAXED);
+    block.whole.wait(threads);
+    const int votes = __atomic_load_n(&block.votes, __ATOMIC_RELAXED);
+    block.whole.wait(threads);
+    // All threads have done so before the next vote ends.
+    __atomic_fetch_sub(&block.votes, x, __ATOMIC_RELAXED);
+    return votes;
+}
+#define __syncthreads_count(x) vote(x, THREADS)
+#define __syncthreads_or(x) (vote(x, THREADS) != 0)
 #define __syncwarp() simulated_block->warps[threadIdx.x / 32].wait(32)
 // Returns the values that the lanes of a warp gave, after each lane has given one.  Exchanges use two buffers in turn.
 // So a slow lane still finds the values of its exchange when other lanes have begun the next one.  No lane begins the
@@ -264,7 +281,7 @@ static void keep(Stacks stacks) {
 }
 
 static void run_block(Running& r, Dim place) {
-    r.place = place, r.whole = {}, memset(r.warps, 0, sizeof(r.warps));
+    r.place = place, r.whole = {}, memset(r.warps, 0, sizeof(r.warps)), r.votes = 0;
     for (Fiber& fiber : r.fibers) fiber.done = false;
     release(&r.begun);
     bool backward = false;

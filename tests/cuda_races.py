@@ -45,7 +45,7 @@ REMOVED_BARRIERS = (
     ("cluster", "row/block_reduce.cuh", "__syncthreads();"),
     (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
     ("reduction", "pass/reduction.cuh", "__syncthreads();"),
-    ("sample", "held_row.cuh", "__syncthreads();   // before any thread adds"),
+    ("sample", "exchange.cuh", "__syncthreads();   // before the words of warps are overwritten"),
     ("unfiltered", "parts.cuh", "__syncthreads();"),
 )
 """Kernels, and barriers that they need: the first such statement of a file."""
@@ -104,11 +104,11 @@ def reduce_losses(rows: int, folder: Path) -> None:
 
 
 def sample(folder: Path) -> None:
-    """Run the kernel that samples, with every filter, on rows of two blocks."""
+    """Run the kernel that samples, with and without top_k, on rows of two blocks."""
     rows, cols, top = 2, 2000, 3
     arrays: dict[str, Any] = {
         "x": np.linspace(-3, 3, rows * cols, dtype=np.float32), "temperature": np.ones(rows, np.float32),
-        "top_k": np.full(rows, 40), "top_p": np.full(rows, 0.5), "min_p": np.full(rows, 0.01),
+        "top_k": np.array([40, 0]), "top_p": np.full(rows, 0.5), "min_p": np.full(rows, 0.01),
         "seed": np.arange(rows), "offset": np.zeros(rows, np.int64), "token": np.zeros(rows, np.int64),
         "logprob": np.zeros(rows, np.float32), "lse": np.zeros(rows, np.float32), "kept": np.zeros(rows, np.int64),
         "valid": np.zeros(rows, np.uint8), "top_tokens": np.zeros(rows * top, np.int64),
@@ -116,7 +116,7 @@ def sample(folder: Path) -> None:
     }  # fmt: skip
     numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top)
     fields = np.array([*(arrays[name].ctypes.data for name in sampling.POINTERS), *numbers])
-    cuda_simulator.simulate_sample(sampling.Shape("float32", 2, True, True), fields, rows, folder)
+    cuda_simulator.simulate_sample(sampling.Shape("float32", 2, True), fields, rows, folder)
     assert arrays["top_tokens"].tolist() == [cols - 1, cols - 2, cols - 3] * rows
 
 

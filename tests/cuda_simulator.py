@@ -202,11 +202,12 @@ inline void open_cluster(const void* base) {
     if (threadIdx.x == 0) show(bases[blockIdx.x % CLUSTER], (char*)base);
     wait_for_cluster();
 }
-inline void put_word(uint64* to, uint64 word, int block) {
-    // Thread-local variables of one function are equally far apart in every thread.
-    char* const here = seen(bases[blockIdx.x % CLUSTER]);
-    *reinterpret_cast<uint64*>(seen(bases[block]) + (reinterpret_cast<char*>(to) - here)) = word;
+// Thread-local variables of one function are equally far apart in every thread.
+inline uint64* there(const uint64* at, int block) {
+    return reinterpret_cast<uint64*>(seen(bases[block]) + ((char*)at - seen(bases[blockIdx.x % CLUSTER])));
 }
+inline void put_word(uint64* to, uint64 word, int block) { *there(to, block) = word; }
+inline uint64 get_word(const uint64* from, int block) { return *there(from, block); }
 """
 """Words of the blocks of a cluster, and their barrier."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,8 @@ EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
 def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    filters = given.keys() & {"top_k", "top_p", "min_p"}
     aligned = not (x.data_ptr() | x.stride(0) * x.element_size()) % 16
-    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, bool(filters), aligned)
+    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, aligned)
     dtypes = dict.fromkeys(("seed", "offset", "top_k", "token", "kept", "top_tokens"), torch.int64)
     dtypes |= {"top_p": torch.float64, "min_p": torch.float64}
     tensors = {
@@ -113,21 +113,32 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 8), ("sm_100", 8)])
 def test_the_kernel_compiles(arch: str, cluster: int) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, True, True)), arch)
+    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, True)), arch)
     assert "registers" in log
 
 
-def test_blocks_of_a_row_hold_it() -> None:
-    hopper, ada = (KNOWN[name] for name in ("h100", "l4"))
-    for rows, cols, itemsize in ((1, 128256, 4), (64, 128256, 4), (512, 128256, 2), (8, 262208, 4), (10_000, 1000, 4)):
-        cluster = source.cluster_of(rows, cols, itemsize, hopper)
-        assert cluster is not None
-        assert source.slice_of(cols, cluster) * cluster >= cols
-        assert source.slice_of(cols, cluster) * itemsize <= source.SHARED_BYTES
-    assert source.cluster_of(1, 1 << 20, 4, hopper) is None
-    assert source.cluster_of(1, 32000, 4, ada) is None
-    assert source.cluster_of(1, 32000, 2, ada) == 1
-    assert source.cluster_of(1 << 31, 100, 2, ada) is None
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 40}, {"top_k": 2000}, {"top_p": 0.6}, {"top_p": 0.9, "min_p": 0.5}, {"min_p": 0.9}], ids=str
+)
+def test_rows_whose_candidates_come_late_or_do_not_fit_a_list(filters: dict[str, Any], folder: Path) -> None:
+    cols = 17_001
+    noise = torch.randn(4, cols, generator=torch.Generator().manual_seed(4))
+    # Rising scores; scores that are equal or differ little; scores that are larger behind the first tiles.
+    late = torch.where(torch.arange(cols) % 8_504 < 4096, noise[3] - 8, noise[3])
+    x = torch.stack([torch.linspace(-4, 4, cols), torch.ones(cols), (noise[2] * 2).round(), late])
+    for ties in ("keep", "first"):
+        check(x, 2, folder, 3, seed=torch.arange(4), ties=ties, **filters)
+
+
+def test_few_rows_have_many_blocks() -> None:
+    hopper, ampere, ada = (KNOWN[name] for name in ("h100", "a100", "l4"))
+    few, many = (source.cluster_of(rows, 128256, hopper) for rows in (1, 1024))
+    assert few is not None
+    assert many is not None
+    assert few > many
+    assert source.cluster_of(1, 1 << 20, ampere) == source.cluster_of(1, 100, ada) == 1
+    assert source.cluster_of(1, 100, replace(ada, shared_memory=48 << 10)) is None
+    assert source.cluster_of(1 << 31, 100, hopper) is None
 
 
 @pytest.mark.gpu

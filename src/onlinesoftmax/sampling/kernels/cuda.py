@@ -12,7 +12,7 @@ from ...torch.device import from_torch
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered
-from .source import MOST_TOP, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
+from .source import DYNAMIC_BYTES, MOST_TOP, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
 
 Tensor = torch.Tensor
 
@@ -30,11 +30,11 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
     if dtype not in ("float32", "float16", "bfloat16") or scores.stride(1) != 1 or not rows or top > MOST_TOP:
         return None
-    cluster = cluster_of(rows, cols, scores.element_size(), from_torch("cuda", index))
+    cluster = cluster_of(rows, cols, from_torch("cuda", index))
     if cluster is None:
         return None
     aligned = not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
-    shape, length = Shape(dtype, cluster, parameters.filters, aligned), slice_of(cols, cluster)
+    shape, length = Shape(dtype, cluster, aligned), slice_of(cols, cluster)
 
     def new(*more: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *more, dtype=dtype, device=scores.device)
@@ -45,7 +45,7 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         "valid": new(dtype=torch.bool), "top_tokens": new(top, dtype=whole), "top_logprobs": new(top, dtype=real),
     }  # fmt: skip
     given = {"x": scores, "seed": seed, "offset": offset, **parameters.tensors(), **out}
-    pool = _pool(shape, -(-length * scores.element_size() // 16) * 16, index)
+    pool = _pool(shape, index)
     call = pool.take(index)
     for i, name in enumerate(POINTERS):
         call.fields[i] = t.data_ptr() if (t := given.get(name)) is not None else 0
@@ -61,12 +61,12 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
 
 
 @cache
-def _pool(shape: Shape, dynamic: int, index: int) -> driver.ArgumentPool:
+def _pool(shape: Shape, index: int) -> driver.ArgumentPool:
     """The arguments of launches."""
 
     def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(1, 1, THREADS, dynamic, shape.cluster, False)
-        kernel = loaded(source(shape), NAME, index, dynamic, shape.cluster)
+        config = driver.launch_config(1, 1, THREADS, DYNAMIC_BYTES, shape.cluster, False)
+        kernel = loaded(source(shape), NAME, index, DYNAMIC_BYTES, shape.cluster)
         return driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
 
     return driver.ArgumentPool(new_call)

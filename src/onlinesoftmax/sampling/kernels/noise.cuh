@@ -20,8 +20,12 @@ __device__ inline Words philox(unsigned block, uint64 offset, uint64 seed) {
     return {{a, b, c, d}};
 }
 
+// One copy of the logarithm: instructions have to come from memory too.
+__device__ __noinline__ double natural_log(double x) { return log(x); }
+
 __device__ inline double gumbel(unsigned bits) {
-    return rounded(-log(-log((bits + 0.5) * (1.0 / 4294967296.0))) * 16777216.0) / 16777216.0;
+    const double bound = -natural_log((bits + 0.5) * (1.0 / 4294967296.0));
+    return rounded(-natural_log(bound) * 16777216.0) * (1.0 / 16777216.0);
 }
 
 // Doubles in the order of integers.
@@ -30,17 +34,24 @@ __device__ inline uint64 ordered(double x) {
     return int64(bits) < 0 ? ~bits : bits | uint64(1) << 63;
 }
 
-// The token with the largest key so far; of equal keys, the lower token id.
+// The token with the largest sum of score and noise so far; of equal sums, the lower token id.
 struct Best {
-    double key;
-    uint64 token;
+    double sum;
+    uint64 key;   // sort key of the token; 0 without one
     // Returns true where the other token wins.
     __device__ inline bool take(double other, uint64 its) {
-        const bool wins = other > key || (other == key && its < token);
-        if (wins) key = other, token = its;
+        const bool wins = other > sum || (other == sum && unsigned(its) > unsigned(key));
+        if (wins) sum = other, key = its;
         return wins;
     }
 };
+
+// The noise of one token.
+__device__ __noinline__ double gumbel(unsigned token, uint64 offset, uint64 seed) {
+    const Words words = philox(token / 4, offset, seed);
+    const unsigned low = token & 1 ? words.of[1] : words.of[0], high = token & 1 ? words.of[3] : words.of[2];
+    return gumbel(token & 2 ? high : low);
+}
 
 // The noise that a score z, less the largest, needs to reach a key, less what rounding may have taken from it.  No noise
 // reaches NOISE_BOUND.

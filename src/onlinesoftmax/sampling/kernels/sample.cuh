@@ -1,12 +1,15 @@
 // Samples a token of each row of logits.
 //
-// One block:  owns `slice` adjacent tokens of a row, in shared memory; CLUSTER blocks own a row.
-// Chosen:     where the blocks of a cluster hold a row.
-// Bytes:      one read of the logits.
+// One block:  owns `slice` adjacent tokens of a row; CLUSTER blocks own a row.
+// Chosen:     where a filter or the largest log-probabilities are wanted.
+// Bytes:      one read of the logits from memory.  A row without top_k is read twice, the second time from the L2.
 // Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^32 - 1 tokens.
 //
 // What is kept is what distribution.py keeps, bit for bit: masses are whole numbers, and every float32 operation behind
 // them is rounded by itself.  So the order of additions, and the cut of a row, do not matter.
+//
+// A list holds the tokens that top_k keeps, and those of the largest log-probabilities (candidates.cuh, choose.cuh);
+// by_mass.cuh adds the masses of rows without top_k; search.cuh takes the rows whose candidates do not fit the lists.
 
 struct Sampling {
     const X* x;
@@ -20,139 +23,274 @@ struct Sampling {
     int64 top;     // number of the largest log-probabilities
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) sample_kernel(const __grid_constant__ Sampling p) {
-    extern __shared__ Chunk<X, VECTOR> memory[];
-    __shared__ Exchange exchange;
-    __shared__ Largest largest;
-    const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER;
-    const int64 row = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
-    const int count = int(min(p.slice, p.cols - begin));
-    const X* const x = p.x + row * p.stride + begin;
-    X* const held = memory[0].at;
-    open_cluster(&exchange);
+// What a row asks for.
+__device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
+    const float temperature = p.temperature[at];
+    const double top_p = p.top_p ? p.top_p[at] : 1, min_p = p.min_p ? p.min_p[at] : 0;
+    const int64 k = p.top_k ? p.top_k[at] : 0;
+    row.seed = p.seed[at], row.offset = p.offset[at], row.first = p.first;
+    row.valid = temperature >= 0 && temperature < INF && top_p == top_p && min_p == min_p;
+    row.greedy = temperature == 0;
+    row.k = k > 0 && k < p.cols ? k : 0, row.top_p = row.greedy ? 1 : top_p;
+    row.divisor = row.greedy || !row.valid ? 1 : double(temperature);
+    row.rate = fmin(float(LOG2_E / row.divisor), LARGEST_FLOAT32);
+    row.least = row.greedy || !p.min_p ? -INF : row.divisor * natural_log(fmin(min_p, 1.0));
+    row.by_mass = !row.greedy && !row.k;
+    // Behind this distance, 2^32 tokens have less than 1 - top_p of the mass together.
+    row.span = row.by_mass ? float(row.divisor * (LOG_2 * 32 - natural_log(fmax(1 - row.top_p, 1e-9)))) : 0;
+    const int64 wanted = max(p.top, row.greedy ? int64(1) : row.k);
+    row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
+}
 
-    // The slice, the largest logit, whether one is NaN, and how many are above -inf.
-    float largest_own = -INF;
-    uint64 of_row[3] = {0, 0, 0};
-    const auto observe = [&](float logit) {
-        largest_own = fmax(largest_own, logit);
-        of_row[1] |= logit != logit, of_row[2] += logit > -INF;
-    };
-    for (int i = thread * VECTOR; i < count; i += THREADS * VECTOR) {
-        Chunk<X, VECTOR> chunk;
-        if (ALIGNED && i + VECTOR <= count) {
-            load<VECTOR, CachePolicy::NORMAL>(chunk, x + i, 1);
-            memory[i / VECTOR] = chunk;
+// What the first pass finds: whether the lists are complete, the keys in them, and in those of the blocks before this one.
+struct Seen { bool fits; uint64 count, offset; };
+
+// Reads the slice: lists the tokens that can be among the wanted ones, counts the scores, and finds the largest.
+__device__ inline Seen first_pass(const Sampling& p, Row& row, Slice& slice, Spread& spread, uint64* list, Board* board) {
+    const int thread = threadIdx.x;
+    Chunk<X, VECTOR> now[EACH], next[EACH];
+    const auto place = [&](int i) { return (i * THREADS + thread) * VECTOR; };
+    const auto fetch = [&](int tile) {
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) observe(wide(chunk, j));
-        } else {
-            for (int j = i; j < min(i + VECTOR, count); ++j) held[j] = x[j], observe(wide(held[j]));
-        }
-    }
-    of_row[0] = key_of(largest_own, 0) >> 32;
-    Slice slice{held, &exchange, begin, count, rank, 0};
-    slice.reduce(of_row, [](uint64 (&to)[3], const uint64* other) {
-        to[0] = max(to[0], other[0]), to[1] |= other[1], to[2] += other[2];
-    });
-    const float m = score_of(of_row[0] << 32), temperature = p.temperature[row];
-    const double top_p = p.top_p ? p.top_p[row] : 1, min_p = p.min_p ? p.min_p[row] : 0;
-    const bool greedy = temperature == 0, sane = temperature >= 0 && temperature < INF && top_p == top_p && min_p == min_p;
-    const bool valid = sane && !of_row[1] && m > -INF;
-    const double divisor = greedy ? 1 : double(temperature);
-    const float rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
-    // Most masses beyond this distance from the largest are 0.
-    const float span = float(45 * LOG_2 * fmin(divisor, 1e30));
-
-    // The sort key, and the score less the largest, that a token needs to be kept.
-    uint64 key = 0;
-    double least = -INF;
-    if (FILTERS && valid && !greedy) {
-        if (p.top_k && p.top_k[row] > 0) {
-            const auto weight = [&](float logit, unsigned) { return uint64(below(logit, m) > -INF); };
-            const uint64 k = uint64(p.top_k[row]), finite = m == INF ? slice.add(weight) : of_row[2];
-            if (k < finite) key = slice.key_at(k, m, span, p.first, weight);
-        }
-        if (top_p < 1) {
-            const auto weight = [&](float logit, unsigned token) {
-                const float z = below(logit, m);
-                return z > -INF && key_of(logit, token) >= key ? mass_of(z, rate) : 0;
-            };
-            const uint64 total = slice.add(weight);
-            const double wanted = ceil(top_p * double(int64(total)));
-            const uint64 goal = wanted < 1 ? 1 : min(uint64(wanted), total);
-            key = max(key, slice.key_at(goal, m, span, p.first, weight));
-        }
-        if (p.min_p) least = divisor * log(fmin(min_p, 1.0));
-    }
-    const auto is_kept = [&](float logit, unsigned token) {
-        return below(logit, m) > -INF && (!FILTERS || key_of(logit, token) >= key && exactly_below(logit, m) >= least);
+        for (int i = 0; i < EACH; ++i) slice.fetch(next[i], tile + place(i));
     };
+    const auto take = [&](int tile) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) now[i] = next[i];
+        if (tile + TILE > slice.count)
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + place(i));
+    };
+    fetch(0);
+    if (thread == 0) {
+        board->count = 0, board->counts[0] = 0;
+        prepare(p, blockIdx.x / CLUSTER, row);
+        board->threshold = row.wanted ? -LARGEST_FLOAT32 : INF;
+    }
+#pragma unroll 1
+    for (int i = thread; i < SPREAD; i += THREADS) spread.counts[i] = 0;
+    open_cluster(slice.exchange);
+    const int wanted = row.wanted;
+    const bool counts = row.by_mass;
 
-    // The masses of the kept tokens, and of all at the temperature 1; how many are kept; the largest key and its token.
-    uint64 sums[5] = {0, 0, 0, 0, ALL};
-    Best best{-INF, ALL};
-    if (valid) {
-        const float raw_rate = float(LOG2_E);
-        const uint64 seed = p.seed[row], offset = p.offset[row];
-        float bound = -INF;   // the warp's largest key so far
-        for (int tile = 0; tile < count; tile += THREADS * 4) {
-            const int i = tile + thread * 4;
-            unsigned kept = 0;
-            float peak = -INF;
-            for (int j = 0; j < 4 && i + j < count; ++j) {
-                const float logit = wide(held[i + j]), z = below(logit, m);
-                if (p.raw) sums[1] += mass_of(z, raw_rate);
-                if (!is_kept(logit, unsigned(begin + i + j))) continue;
-                kept |= 1u << j, sums[0] += mass_of(z, rate), ++sums[2], peak = fmax(peak, z);
+    // A first threshold: in each block, wanted / CLUSTER of the threads have a token above it.
+    float peak = -INF, trough = INF;
+    take(0);
+    fetch(TILE);
+#pragma unroll
+    for (int i = 0; i < EACH * VECTOR; ++i) {
+        const float x = wide(now[i / VECTOR], i % VECTOR);
+        peak = fmax(peak, x), trough = fmin(trough, x > -INF ? x : INF);
+    }
+    const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, 20) : 0;
+    if (CLUSTER > 1 || counts) {
+        uint64 sample[] = {enough, word_of(peak), word_of(trough)};
+        const auto merge = [](uint64 (&to)[3], const uint64* other) {
+            to[0] = min(to[0], other[0]), to[1] = max(to[1], other[1]), to[2] = min(to[2], other[2]);
+        };
+        slice.reduce(sample, merge);
+        if (counts) spread.set(score_of_word(unsigned(sample[1])), score_of_word(unsigned(sample[2])), row.span);
+        if (thread == 0 && wanted) board->threshold = finite_score(unsigned(sample[0]));
+    } else if (thread == 0 && wanted) board->threshold = finite_score(enough);
+    __syncthreads();
+
+    bool bad = false, fits = true;
+#pragma unroll 1
+    for (int tile = 0; tile < slice.count; tile += TILE) {
+        if (tile) take(tile), fetch(tile + TILE);
+        const float threshold = board->threshold;
+        unsigned hits = 0, above = 0;
+#pragma unroll
+        for (int i = 0; i < EACH * VECTOR; ++i) {
+            const float x = wide(now[i / VECTOR], i % VECTOR);
+            hits |= unsigned(!(x < threshold)) << i;   // a NaN too
+            peak = fmax(peak, x);
+        }
+        if (counts) {
+#pragma unroll
+            for (int i = 0; i < EACH * VECTOR; ++i) {
+                const float at = spread.position(wide(now[i / VECTOR], i % VECTOR));
+                above |= unsigned(at < 1) << i;
+                spread.add(at);
             }
-            const float missing = greedy ? 0 : missing_noise(bound, peak, float(divisor));
-            bool better = false;
-            if (kept && missing < NOISE_BOUND) {
-                // A token wins only with noise above `missing`, so only if 1 - u, which is below -log(u), is below
-                // exp(-missing).  The factor is 2^32, and 0.1 % more for rounding.
-                const float limit = exp(-missing) * 4.3e9f;
-                const Words words = greedy ? Words{} : philox(unsigned((begin + i) / 4), offset, seed);
-                for (int j = 0; j < 4; ++j) {
-                    if (!(kept >> j & 1) || (!greedy && float(~words.of[j]) > limit)) continue;
-                    const float logit = wide(held[i + j]);
-                    const double z = exactly_below(logit, m);
-                    better |= best.take(greedy ? z : z + divisor * gumbel(words.of[j]), uint64(begin + i + j));
+        }
+        bool crowded = false;
+        if (hits | above) {
+            unsigned at = hits ? atomicAdd(&board->count, unsigned(__popc(hits))) : 0;
+            crowded = at + __popc(hits) > FEW;
+#pragma unroll 1
+            for (unsigned left = hits | above; left; left &= left - 1) {
+                const int i = __ffs(left) - 1, token = tile + place(i / VECTOR) + i % VECTOR;
+                const float x = wide(slice.x[token]);   // the registers cannot be indexed
+                const uint64 key = key_of(x, unsigned(slice.begin + token));
+                bad |= x != x;
+                if (hits >> i & 1 && at < CAPACITY) list[at] = key;
+                at += hits >> i & 1;
+                if (above >> i & 1) {
+                    const unsigned place = atomicAdd(&board->counts[0], 1u);
+                    if (place < MOST_ABOVE) spread.above[place] = key;
                 }
             }
-            if (!__all_sync(~0u, !better)) bound = largest_of_lanes(float(best.key));
         }
-        sums[3] = ordered(best.key), sums[4] = best.token;
+        if (wanted && __syncthreads_or(crowded)) {
+            cut(list, wanted, board);
+            if (board->count > FEW) {
+                fits = false;
+                break;
+            }
+        }
     }
-    slice.reduce(sums, [](uint64 (&to)[5], const uint64* other) {
-        to[0] += other[0], to[1] += other[1], to[2] += other[2];
-        if (other[3] > to[3] || (other[3] == to[3] && other[4] < to[4])) to[3] = other[3], to[4] = other[4];
+    uint64 words[] = {word_of(peak), bad, 0, 0};
+    slice.merge_threads(words, [](uint64 (&to)[4], const uint64* other) { to[0] = max(to[0], other[0]), to[1] |= other[1]; });
+    // Blocks cut their lists at the same time, and all lists together must fit.
+    const int most = max(wanted, min(max(2 * wanted, THREADS), CAPACITY / CLUSTER));
+    if (wanted && fits && board->count > most) cut(list, wanted, board);
+    words[1] |= uint64(!fits || board->counts[0] > MOST_ABOVE) << 1;
+    words[2] = board->count, words[3] = board->counts[0];
+    uint64 largest = 0, flags = 0, count = 0, offset = 0;
+    slice.share(words, [&](const uint64* of_block, int block) {
+        largest = max(largest, of_block[0]), flags |= of_block[1];
+        offset = block == slice.rank ? count : offset, count += of_block[2];
     });
-    if (p.top && valid) slice.collect(largest, p.top, m, span);
-    if (rank) return;
+    if (thread == 0) {
+        row.m = score_of_word(unsigned(largest));
+        row.valid = row.valid && !(flags & 1) && row.m > -INF;
+    }
+    __syncthreads();
+    return {row.fits && flags < 2, count, offset};
+}
 
-    const double log_sum = p.raw || !greedy ? log(double(int64(sums[p.raw ? 1 : 0]))) - MASS_BITS * LOG_2 : 0;
-    const double of_logprobs = p.raw ? 1 : divisor;   // the temperature that they refer to
-    const uint64 sampled = sums[4];
-    const auto logprob = [&](float logit, uint64 token) {
-        const bool kept = p.raw || (greedy ? token == sampled : is_kept(logit, unsigned(token)));
-        return kept ? float(exactly_below(logit, m) / of_logprobs - log_sum) : -INF;
+// The mass of the row at the temperature 1.
+__device__ inline uint64 raw_sum(Slice& slice, float m) {
+    uint64 sum[] = {0};
+#pragma unroll 1
+    for (int i = threadIdx.x * VECTOR; i < slice.count; i += THREADS * VECTOR) {
+        Chunk<X, VECTOR> at;
+        slice.fetch(at, i), slice.complete(at, i);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) sum[0] += mass_of(below(wide(at, j), m), float(LOG2_E));
+    }
+    slice.reduce(sum, [](uint64 (&to)[1], const uint64* other) { to[0] += other[0]; });
+    return sum[0];
+}
+
+// Sorts the `wanted` largest keys of a list, and those that equal the last of them; returns how many these are.
+__device__ inline int sort_largest(uint64* list, int count, int wanted, Board* board) {
+    if (count > THREADS / 4 && count > wanted) {
+        __syncthreads();
+        if (threadIdx.x == 0) board->count = count;
+        __syncthreads();
+        cut(list, wanted, board);
+        count = board->count;
+    }
+    sort(list, count);
+    return count;
+}
+
+// The outcome of a row whose largest tokens are in the lists of the blocks, in block 0.
+__device__ inline Outcome choose_from_lists(
+    const Row& row, Slice& slice, const Seen& seen, bool raw, uint64* list, Board* board, Kept& kept
+) {
+    gather(slice, list, board->count, seen.offset);
+    const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
+    wait_for_cluster();
+    if (slice.rank) return {};
+    const int count = sort_largest(list, int(seen.count), row.wanted, board);
+    Outcome found = choose(row, slice, list, count, kept);
+    found.raw = raw_mass;
+    return found;
+}
+
+// The outcome of any row, in block 0, in shared memory.
+__device__ __noinline__ void search_row(
+    const Row& row, Slice slice, int64 top, uint64* list, Board* board, Kept& narrowed, Outcome& found
+) {
+    const float m = row.m;
+    // Most masses beyond this distance from the largest are 0.
+    Search search{slice, m, float(45 * LOG_2 * fmin(row.divisor, 1e30))};
+    Kept kept{0, -INF};
+    if (!row.greedy && row.k) {
+        const auto weight = [&](float x, unsigned) { return uint64(below(x, m) > -INF); };
+        if (row.k < search.add(weight)) kept.key = search.key_at(row.k, row.first, weight);
+    }
+    if (!row.greedy && row.top_p < 1) {
+        const auto weight = [&](float x, unsigned token) {
+            const float z = below(x, m);
+            return z > -INF && key_of(x, token) >= kept.key ? mass_of(z, row.rate) : 0;
+        };
+        kept.key = max(kept.key, search.key_at(row.goal(search.add(weight)), row.first, weight));
+    }
+    kept.least = row.least;
+    uint64 sums[5] = {0, 0, 0, 0, 0};
+    Best best{-INF, 0};
+    slice.each([&](float x, unsigned token) {
+        const float z = below(x, m);
+        const uint64 key = key_of(x, token);
+        sums[1] += mass_of(z, float(LOG2_E));
+        if (!row.keeps(key, kept)) return;
+        sums[0] += mass_of(z, row.rate), ++sums[2];
+        const float missing = row.greedy ? 0 : missing_noise(float(best.sum), z, float(row.divisor));
+        if (missing < NOISE_BOUND) best.take(sum_of(row, key), key);
+    });
+    sums[3] = ordered(best.sum), sums[4] = best.key;
+    slice.reduce(sums, merge_outcomes);
+    if (top) search.collect(list, board, top);
+    if (threadIdx.x == 0) narrowed = kept, found = {sums[0], sums[1], row.greedy ? 1 : sums[2], sums[3], sums[4]};
+    __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(const __grid_constant__ Sampling p) {
+    extern __shared__ Chunk<X, VECTOR> memory[];
+    __shared__ Exchange exchange;
+    __shared__ Board board;
+    __shared__ Row row;
+    __shared__ Kept searched_kept;
+    __shared__ Outcome searched;
+    __shared__ Found sums;
+    const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER;
+    const int64 at = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
+    Slice slice{p.x + at * p.stride + begin, &exchange, begin, int(min(p.slice, p.cols - begin)), rank, 0};
+    uint64* const list = reinterpret_cast<uint64*>(&memory[0]);
+    Spread spread{reinterpret_cast<unsigned*>(list + CAPACITY + MOST_ABOVE), list + CAPACITY, 0, 0};
+
+    const Seen seen = first_pass(p, row, slice, spread, list, &board);
+    Kept kept{0, -INF};
+    Outcome found{};
+    if (row.valid) {
+        bool done = seen.fits && seen.count <= (row.by_mass ? FEW : CAPACITY) && seen.count >= p.top;
+        if (done && row.by_mass) {
+            uint64 raw = 0;
+            gather(slice, list, board.count, seen.offset);
+            if (p.raw) raw = raw_sum(slice, row.m);
+            done = choose_by_mass(row, slice, spread, list, &board, sums, kept, found);
+            found.raw = raw;
+            if (done && p.top && rank == 0) sort_largest(list, int(seen.count), int(p.top), &board);
+        } else if (done) found = choose_from_lists(row, slice, seen, p.raw, list, &board, kept);
+        if (!done) {
+            search_row(row, slice, p.top, list, &board, searched_kept, searched);
+            kept = searched_kept, found = searched;
+        }
+    }
+    // The threads of few warps compute logarithms: float64 is slow on some devices.
+    if (rank || thread >= max(p.top, int64(32))) return;
+
+    const double log_sum = !row.valid || (row.greedy && !p.raw) ? 0
+        : natural_log(double(int64(p.raw ? found.raw : found.mass))) - MASS_BITS * LOG_2;
+    const double of_logprobs = p.raw ? 1 : row.divisor;   // the temperature that they refer to
+    const auto logprob = [&](uint64 key) {
+        const bool known = p.raw || (row.greedy ? key == found.winner : row.keeps(key, kept));
+        return known ? float(exactly_below(score_of(key), row.m) / of_logprobs - log_sum) : -INF;
     };
     if (thread == 0) {
-        p.token[row] = valid ? sampled : 0;
-        p.logprob[row] = valid ? logprob(wide(p.x[row * p.stride + sampled]), sampled) : NOT_A_NUMBER;
-        p.lse[row] = valid ? float(m / of_logprobs + log_sum) : NOT_A_NUMBER;
-        p.kept[row] = !valid ? 0 : greedy ? 1 : sums[2];
-        p.valid[row] = valid;
+        p.token[at] = row.valid ? token_of(found.winner) : 0;
+        p.logprob[at] = row.valid ? logprob(found.winner) : NOT_A_NUMBER;
+        p.lse[at] = row.valid ? float(row.m / of_logprobs + log_sum) : NOT_A_NUMBER;
+        p.kept[at] = row.valid ? found.kept : 0;
+        p.valid[at] = row.valid;
     }
+#pragma unroll 1
     for (int i = thread; i < p.top; i += THREADS) {
-        int64 at = row * p.top;
-        if (!valid) {
-            p.top_tokens[at + i] = 0, p.top_logprobs[at + i] = NOT_A_NUMBER;
-            continue;
-        }
-        const uint64 one = largest.all[i];
-        for (int j = 0; j < p.top; ++j) at += largest.all[j] > one;
-        const unsigned token = ~unsigned(one);
-        p.top_tokens[at] = token, p.top_logprobs[at] = logprob(score_of(one), token);
+        p.top_tokens[at * p.top + i] = row.valid ? token_of(list[i]) : 0;
+        p.top_logprobs[at * p.top + i] = row.valid ? logprob(list[i]) : NOT_A_NUMBER;
     }
 }

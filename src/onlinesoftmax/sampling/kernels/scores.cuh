@@ -6,7 +6,6 @@
 constexpr uint64 ALL = ~uint64(0);
 
 // The nearest whole number, of two the even one.
-__device__ inline float rounded(float y) { return __fadd_rn(__fadd_rn(y, 12582912.0f), -12582912.0f); }
 __device__ inline double rounded(double y) { return y + 6755399441055744.0 - 6755399441055744.0; }
 
 // The score less the largest: 0 for the largest itself, which may be infinite; finite for finite scores.
@@ -17,29 +16,49 @@ __device__ inline float below(float x, float m) {
 // The score less the largest in float64, which holds the difference of any two finite float32 numbers.
 __device__ inline double exactly_below(float x, float m) { return x == m ? 0 : double(x) - double(m); }
 
-// exp(z / temperature) in units of 2^-MASS_BITS, as masses_of in distribution.py.
-__device__ inline uint64 mass_of(float z, float rate) {
-    float y = __fmul_rn(z, rate);
-    y = y > -64 ? y : -64;
-    const float n = rounded(y), f = __fadd_rn(y, -n);
+// exp(z / temperature) in units of 2^-MASS_BITS, before it is rounded to a whole number.
+__device__ inline float raw_mass(float z, float rate) {
+    constexpr float ROUND = 12582912.0f;   // 1.5 * 2^23: a sum with it is a whole number, in the low bits
+    const float y = fmax(__fmul_rn(z, rate), -64.0f), sum = __fadd_rn(y, ROUND), f = __fadd_rn(y, -__fadd_rn(sum, -ROUND));
     constexpr float of[] = {POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6};
     float power = of[6];
 #pragma unroll
     for (int i = 5; i >= 0; --i) power = __fadd_rn(__fmul_rn(power, f), of[i]);
-    power *= __int_as_float((int(n) + MASS_BITS + 127) << 23);
-    // From 2^23 on, a float is a whole number.
-    if (power < 8388608) power = __fadd_rn(__fadd_rn(power, 8388608.0f), -8388608.0f);
-    return uint64(power);
+    // The shift leaves the whole number, which is added to the exponent.
+    return __uint_as_float(__float_as_uint(power) + (__float_as_uint(sum) << 23) + (unsigned(MASS_BITS) << 23));
+}
+
+// The mass, as masses_of in distribution.py.
+__device__ inline uint64 mass_of(float z, float rate) { return __float2ull_rn(raw_mass(z, rate)); }
+
+// Float32 numbers in the order of integers.
+__device__ inline unsigned word_of(float x) {
+    const int bits = __float_as_int(x + 0.0f);   // -0 becomes 0
+    return unsigned(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
+}
+__device__ inline float score_of_word(unsigned word) {
+    const int bits = int(word ^ 0x80000000u);
+    return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
+}
+
+// The score of a word, or the least finite one where it is below, as a NaN may be.
+__device__ inline float finite_score(unsigned word) {
+    const float x = score_of_word(word);
+    return x > -LARGEST_FLOAT32 ? x : -LARGEST_FLOAT32;
 }
 
 // The sort key of a token: larger for a larger score, and for the lower of two ids with equal scores.
-__device__ inline uint64 key_of(float x, unsigned token) {
-    const int bits = __float_as_int(x + 0.0f);   // -0 becomes 0
-    return uint64(unsigned(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u) << 32 | ~token;
-}
+__device__ inline uint64 key_of(float x, unsigned token) { return uint64(word_of(x)) << 32 | ~token; }
 
-// The score of a sort key.
-__device__ inline float score_of(uint64 key) {
-    const int bits = int(unsigned(key >> 32) ^ 0x80000000u);
-    return __int_as_float(bits ^ (bits >> 31 & 0x7fffffff));
+// The score of a sort key, and its token.
+__device__ inline float score_of(uint64 key) { return score_of_word(unsigned(key >> 32)); }
+__device__ inline unsigned token_of(uint64 key) { return ~unsigned(key); }
+
+// The least score whose distance from the largest is at least `least`, which is at most 0.
+__device__ inline float least_score(float m, double least) {
+    unsigned word = word_of(-LARGEST_FLOAT32);   // all scores below that of `word` are too far away
+    const unsigned largest = word_of(fmin(m, LARGEST_FLOAT32));
+    for (unsigned step = 1u << 31; step; step /= 2)
+        if (largest - word >= step && exactly_below(score_of_word(word + step - 1), m) < least) word += step;
+    return score_of_word(word);
 }

@@ -16,24 +16,39 @@ from ..philox import ROUNDS
 
 NAME = "sample_kernel"
 
-_SHARED, _OWN = ("row/warp_shuffle", "channel/cluster_words"), ("scores", "noise", "held_row", "sample")
+_SHARED = ("row/warp_shuffle", "channel/cluster_words")
+
+_OWN = ("scores", "noise", "exchange", "candidates", "choose", "spread", "by_mass", "search", "sample")
 
 FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
 """Files of the kernel, in the order of inclusion."""
 
 THREADS = 512
 
-MOST_TOP = 512
-"""Most of the largest log-probabilities that a call returns."""
+TOKENS = 8
+"""Tokens that a thread reads at once."""
+
+MOST_TOP = 1024
+"""Most tokens that a list may have to hold: more than top_k takes passes over the row, and more of the largest
+log-probabilities take PyTorch's operations."""
 
 MOST_BLOCKS = 8
 """Most blocks of a cluster."""
 
-SHARED_BYTES = 160_000
-"""Most bytes of a slice.  With what the kernel declares, a block of sm_90 could use 227 KB."""
+RESIDENT = 2
+"""Blocks of a multiprocessor, so that one reads while another one waits."""
 
-DECLARED_BYTES = 32_768
-"""More than the bytes of shared memory that the kernel declares beside its slice."""
+_FEW, _SPREAD, _MOST_ABOVE = 4096, 2048, 512
+_CAPACITY = _FEW + THREADS * TOKENS
+
+DYNAMIC_BYTES = 8 * (_CAPACITY + _MOST_ABOVE) + 4 * _SPREAD
+"""Shared memory for the lists of sort keys, and for counts of scores."""
+
+DECLARED_BYTES = 20_480
+"""More than the bytes of shared memory that the kernel declares beside."""
+
+OVERHEAD = 8192
+"""Tokens that a block reads in the time of its other work, about."""
 
 POINTERS = (
     "x", "temperature", "top_k", "top_p", "min_p", "seed", "offset", "token", "logprob", "lse", "kept", "valid",
@@ -50,13 +65,11 @@ class Shape(NamedTuple):
     Attributes:
         dtype: Dtype of the logits: "float32", "float16" or "bfloat16".
         cluster: Blocks of a row.
-        filters: True where a filter is given.
         aligned: True where every row begins on 16 bytes.
     """
 
     dtype: str
     cluster: int
-    filters: bool
     aligned: bool
 
 
@@ -65,21 +78,22 @@ def slice_of(cols: int, cluster: int) -> int:
     return -(-cols // (8 * cluster)) * 8
 
 
-def cluster_of(rows: int, cols: int, itemsize: int, device: Device) -> int | None:
-    """Blocks of a row, so that they hold it and few rows use all multiprocessors; None if no cluster holds it.
+def cluster_of(rows: int, cols: int, device: Device) -> int | None:
+    """Blocks of a row, so that all multiprocessors are busy most of the time; None if the device has too little memory.
 
     Args:
         rows, cols: Of the logits.
-        itemsize: Bytes of a logit.
         device: Where the kernel is to run.
     """
-    most = min(SHARED_BYTES, device.shared_memory - DECLARED_BYTES)
-    clusters = device.compute_capability >= (9, 0)
-    for cluster in (1, 2, 4, MOST_BLOCKS) if clusters else (1,):
-        fits = slice_of(cols, cluster) * itemsize <= most and rows * cluster < 1 << 31
-        if fits and (not clusters or cluster == MOST_BLOCKS or rows * cluster >= device.multiprocessors):
-            return cluster
-    return None
+    if device.shared_memory < DYNAMIC_BYTES + DECLARED_BYTES:
+        return None
+    places, best, least = RESIDENT * device.multiprocessors, None, math.inf
+    for cluster in (1, 2, 4, MOST_BLOCKS) if device.compute_capability >= (9, 0) else (1,):
+        # The blocks take turns.  Each has work that does not depend on its tokens.
+        cost = -(-rows * cluster // places) * (slice_of(cols, cluster) + OVERHEAD)
+        if cost < least and rows * cluster < 1 << 31:
+            best, least = cluster, cost
+    return best
 
 
 @cache
@@ -91,8 +105,9 @@ def source(shape: Shape) -> str:
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers = {
-        "THREADS": THREADS, "CLUSTER": shape.cluster, "VECTOR": 16 // ITEMSIZE[shape.dtype], "MOST_TOP": MOST_TOP,
-        "MASS_BITS": MASS_BITS, "ROUNDS": ROUNDS, "FILTERS": shape.filters, "ALIGNED": shape.aligned,
+        "THREADS": THREADS, "CLUSTER": shape.cluster, "VECTOR": 16 // ITEMSIZE[shape.dtype], "RESIDENT": RESIDENT,
+        "MOST_CANDIDATES": MOST_TOP, "MASS_BITS": MASS_BITS, "ROUNDS": ROUNDS, "ALIGNED": shape.aligned, "FEW": _FEW,
+        "CAPACITY": _CAPACITY, "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE,
     }  # fmt: skip
     floats = {f"POWER_{i}": float(c) for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
     doubles = {"LOG2_E": math.log2(math.e), "LOG_2": math.log(2.0)}

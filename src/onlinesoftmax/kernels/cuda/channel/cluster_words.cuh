@@ -12,6 +12,17 @@ __device__ inline void put_word(uint64* to, uint64 word, int block) {
     asm volatile("st.shared::cluster.b64 [%0], %1;" :: "r"(there), "l"(word) : "memory");
 }
 
+// The word of another block in its variable that has this address here.
+__device__ inline uint64 get_word(const uint64* from, int block) {
+    if constexpr (CLUSTER == 1) return *from;
+    unsigned there;
+    uint64 word;
+    const unsigned here = unsigned(__cvta_generic_to_shared(from));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(block));
+    asm volatile("ld.shared::cluster.b64 %0, [%1];" : "=l"(word) : "r"(there) : "memory");
+    return word;
+}
+
 // Waits for all threads of the cluster, and makes their earlier stores visible.
 __device__ inline void wait_for_cluster() {
     if constexpr (CLUSTER == 1) __syncthreads();
