@@ -113,6 +113,37 @@ def options_and_shapes(first: int, end: int) -> None:
     assert one.token == x[0, 0].argmax()
 
 
+def largest_log_probabilities(first: int, end: int) -> None:
+    """Values, gradients and ranks; ties, masked tokens, targets that are no tokens, rows without a distribution."""
+    x = 3 * random(2, 4, COLS, seed=51)
+    x[1] = x[1].round() + 50
+    mask, target = random(2, 4, COLS, seed=52) > -1, tensor([[0, 36, 19, 20], [5, -1, COLS, 7]])
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for k, options in ((3, {}), (COLS, {"softcap": 9.0, "mask": mask, "scale": 0.7}), (0, {})):
+            whole = x.to(dtype).requires_grad_()
+            own = options | ({"mask": mask[..., first:end]} if "mask" in options else {})
+            local = whole.detach()[..., first:end].requires_grad_()
+            found = sharded.topk_logprobs(local, k, target=target, **own)
+            want = osm.topk_logprobs(whole, k, target=target, **options)
+            for ours, theirs in zip(found, want, strict=True):
+                same_everywhere(ours.nan_to_num(7.0))
+                torch.testing.assert_close(ours, theirs, equal_nan=True)
+            for name in ("values", "logprobs", "target_logprob", "lse"):
+                ours, theirs = getattr(found, name), getattr(want, name)
+                dy = random(*theirs.shape, seed=53).to(theirs.dtype).where(theirs.isfinite(), 0)
+                (dx,) = torch.autograd.grad(ours, local, dy, retain_graph=True, materialize_grads=True)
+                (exact,) = torch.autograd.grad(theirs, whole, dy, retain_graph=True, materialize_grads=True)
+                torch.testing.assert_close(dx, exact[..., first:end])
+    inf, nan = torch.inf, torch.nan
+    hard = torch.zeros(5, COLS, device=device())
+    hard[0, 36], hard[1], hard[2, 3], hard[3, 20:] = nan, -inf, inf, -inf
+    target = tensor([36, 30, 2, 25, 1])
+    found = sharded.topk_logprobs(hard[:, first:end].T, COLS, 0, target=target)
+    for ours, want in zip(found, osm.topk_logprobs(hard.T, COLS, dim=0, target=target), strict=True):
+        torch.testing.assert_close(ours, want, equal_nan=True)
+    assert sharded.topk_logprobs(hard[:0, first:end], 2, target=target[:0]).values.shape == (0, 2)
+
+
 def seeds_are_those_of_the_first_process(first: int, end: int) -> None:
     x = torch.zeros(100, COLS, device=device())
     torch.manual_seed(50 + dist.get_rank())
@@ -145,6 +176,8 @@ def mistakes(first: int, end: int) -> None:
         (ValueError, "top_p must be from 0", lambda: sharded.sample(x, top_p=-1.0)),
         (ValueError, "does not fit a local tensor", lambda: sharded.sample(x, shards=sharded.Shards(0, COLS + 1, 99))),
         (RuntimeError, "bias of shape", lambda: sharded.sample(x, bias=torch.zeros(COLS + 1, device=device()))),
+        (ValueError, "k must be from 0 to the 37 tokens", lambda: sharded.topk_logprobs(x, COLS + 1)),
+        (TypeError, "scale must be a number, not Tensor", lambda: sharded.topk_logprobs(x, 1, scale=torch.ones(()))),
         (TypeError, "argument 'local' must be Tensor", lambda: sharded.sample([0.0])),
     )  # fmt: skip
     for kind, message, call in calls:
@@ -188,6 +221,7 @@ def everything(first: int, end: int) -> None:
     long_rows(first, end)
     hard_rows(first, end)
     options_and_shapes(first, end)
+    largest_log_probabilities(first, end)
     seeds_are_those_of_the_first_process(first, end)
     no_logits_travel(first, end)
     mistakes(first, end)

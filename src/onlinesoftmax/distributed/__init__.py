@@ -38,7 +38,7 @@ with needing("torch", "onlinesoftmax.distributed"):
     from .fast_path import look_up
     from .linear import linear_cross_entropy, linear_token_logprobs, linear_token_loss
     from .mailboxes import checked_exchange
-    from .sampling import sample
+    from .sampling import sample, topk_logprobs
     from .shards import Operands, ShardedInput, Shards
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Shards", "cross_entropy", "linear_cross_entropy", "linear_token_logprobs", "linear_token_loss", "log_softmax",
-    "logsumexp", "one_process", "sample", "softmax", "token_logprobs",
+    "logsumexp", "one_process", "sample", "softmax", "token_logprobs", "topk_logprobs",
 ]  # fmt: skip
 
 Tensor = torch.Tensor

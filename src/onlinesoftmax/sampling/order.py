@@ -53,7 +53,18 @@ def rank_of(z: Tensor, target: Tensor) -> Tensor:
     columns = torch.arange(z.shape[1], device=z.device)
     inside = (target >= 0) & (target < z.shape[1])
     at = target.where(inside, 0).unsqueeze(1)
-    own = z.gather(1, at)
-    above = (z > own) | (z.isnan() & ~own.isnan())
-    equal = (z == own) | (z.isnan() & own.isnan())
-    return ((above | (equal & (columns < at))).sum(1) + 1).where(inside, 0)
+    return (number_before(z, z.gather(1, at), columns, at).squeeze(1) + 1).where(inside, 0)
+
+
+def number_before(z: Tensor, score: Tensor, tokens: Tensor, token: Tensor) -> Tensor:
+    """How many scores of each row come before that of a token in the order of `largest`, (rows, 1) int64.
+
+    Args:
+        z: Scores (rows, columns).
+        score: Score of the token, (rows, 1).
+        tokens: Token ids of the columns, (columns,).
+        token: Its token id, (rows, 1).
+    """
+    above = (z > score) | (z.isnan() & ~score.isnan())
+    equal = (z == score) | (z.isnan() & score.isnan())
+    return (above | (equal & (tokens < token))).sum(1, keepdim=True)

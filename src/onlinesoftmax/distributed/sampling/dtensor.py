@@ -17,7 +17,7 @@ from ...core.processes import gathered
 from ...sampling.arguments import Logits, checked_part, checked_seeds
 from ...sampling.results import Sampled
 from ..layout import MeshLayout, compare, layout_of, local_of, without_partial_sums
-from .run import Team
+from .leaders import Team
 
 Tensor = torch.Tensor
 

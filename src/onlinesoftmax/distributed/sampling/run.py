@@ -37,70 +37,15 @@ from ...sampling.distribution import (
     support_of,
 )
 from ...sampling.noise import gumbel
-from ...sampling.order import largest
 from ...sampling.results import Sampled
 from ...sampling.rules import Parameters
-from ..shards import Shards
-from .thresholds import Candidates, Slices, Threshold, threshold_of
+from .leaders import PIECE, Slice, Team, leaders_of, slice_of
+from .thresholds import Slices, Threshold, threshold_of
 
 Tensor = torch.Tensor
 
 MOST_CANDIDATES = 1024
 """Largest number top_k whose threshold is found among the leaders: each process sends 16 KiB for each row."""
-
-PIECE = 1 << 22
-"""Scores of a process with the average number of tokens that are sampled from at a time: each takes up to 80 bytes."""
-
-
-class Team(NamedTuple):
-    """The processes that share rows.
-
-    Attributes:
-        groups: Process groups over which the tokens are sharded; several are the axes of a grid of processes.
-        shards: Position of the local tokens.
-    """
-
-    groups: tuple[Any, ...]
-    shards: Shards
-
-
-class Slice(NamedTuple):
-    """The tokens of this process.
-
-    Attributes:
-        scores: Scores (rows, tokens).
-        first: Number of tokens on the processes before this one.
-        tokens: Token ids (tokens,).
-        groups: The process groups that have the other tokens.
-    """
-
-    scores: Tensor
-    first: int
-    tokens: Tensor
-    groups: tuple[Any, ...]
-
-
-class Leaders(NamedTuple):
-    """The largest scores of whole rows, by falling size, ties by the lower token id; the same on every process.
-
-    Attributes:
-        scores, tokens: Scores and token ids, (rows, columns).
-        last, hidden: For each process, the least score that it sent, and how many more of its tokens have this score,
-            both (rows, processes).
-    """
-
-    scores: Tensor
-    tokens: Tensor
-    last: Tensor
-    hidden: Tensor
-
-    def candidates(self) -> Candidates:
-        """All scores from the least on that a process sent, for the threshold of top_k."""
-        scores = torch.cat([self.scores, self.last], 1)
-        counts = torch.cat([torch.ones_like(self.tokens), self.hidden], 1)
-        counts = counts.where(below(scores, self.scores[:, :1].double()) > -torch.inf, 0)
-        order = largest(scores, scores.shape[1])
-        return Candidates(scores.gather(1, order), counts.gather(1, order))
 
 
 class Filter(NamedTuple):
@@ -159,7 +104,7 @@ def sample(logits: Logits, arguments: Mapping[str, Any], team: Team) -> Sampled:
         few = top_k
     if arguments["seed"] is None:
         seed = gathered(seed, *groups)[0]
-    here, pieces = _slice(logits, team.shards, groups), []
+    here, pieces = slice_of(logits, team.shards, groups), []
     step = max(PIECE * math.prod(group.size() for group in groups) // logits.tokens, 1)
     for start in range(0, max(len(seed), 1), step):
         part = slice(start, start + step)
@@ -169,16 +114,6 @@ def sample(logits: Logits, arguments: Mapping[str, Any], team: Team) -> Sampled:
     *found, tokens = whole
     of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in found]
     return Sampled(*[*of_rows, support_of(tokens, found[3]) if most else None])
-
-
-def _slice(logits: Logits, shards: Shards, groups: tuple[Any, ...]) -> Slice:
-    """The tokens of this process."""
-    scores, first = logits.scores(), shards.first
-    tokens = torch.arange(first, first + shards.cols, device=scores.device)
-    if not shards.cols:
-        # The maximum of no scores does not exist.  This one is no token, and nothing keeps it.
-        scores, tokens = scores.new_full((len(scores), 1), -torch.inf), tokens.new_full((1,), LARGEST_INT64)
-    return Slice(scores, first, tokens, groups)
 
 
 def _sample(
@@ -195,7 +130,7 @@ def _sample(
         listed: Number of the largest log-probabilities, and most tokens of a row in the support.
     """
     top, most = listed
-    leaders = _leaders(here, max(top, most, few or 1))
+    leaders = leaders_of(here, max(top, most, few or 1))
     m, best = leaders.scores[:, :1].double(), leaders.tokens[:, :1]
     filters = Filter(given, m, *constants_of(m, given), best, None)
     before: Tensor | int = 0
@@ -219,24 +154,6 @@ def _sample(
     )  # fmt: skip
     columns = torch.arange(1 + top, device=m.device).expand(len(m), 1 + top)
     return *sampled_of(found, columns, kept, scores.dtype)[:7], leaders.tokens[:, :most]
-
-
-def _leaders(here: Slice, count: int) -> Leaders:
-    """The largest scores of whole rows, from so many of each process."""
-    columns = largest(here.scores, min(count, here.scores.shape[1]))
-    missing = len(columns), count - columns.shape[1]
-    scores = torch.cat([here.scores.gather(1, columns), here.scores.new_full(missing, -torch.inf)], 1)
-    tokens = torch.cat([here.tokens[columns], here.tokens.new_full(missing, LARGEST_INT64)], 1)
-    last = scores[:, -1:]
-    hidden = (here.scores == last).sum(1, keepdim=True) - (scores == last).sum(1, keepdim=True)
-    sent = torch.cat([scores.double().view(torch.int64), tokens, hidden], 1)
-    found = gathered(sent, *here.groups).transpose(0, 1)
-    scores = found[:, :, :count].view(torch.float64).to(scores.dtype)
-    last, hidden = scores[:, :, -1], found[:, :, -1]
-    scores, tokens = scores.flatten(1), found[:, :, count:-1].flatten(1)
-    order = tokens.argsort(1)
-    order = order.gather(1, largest(scores.gather(1, order), scores.shape[1]))
-    return Leaders(scores.gather(1, order), tokens.gather(1, order), last, hidden)
 
 
 def _winner(
