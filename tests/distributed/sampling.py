@@ -15,7 +15,7 @@ import onlinesoftmax as osm
 from distributed.dtensors import BY_DIMENSIONS, cut_tensor, meshes, near, rows_of, tensor
 from distributed.processes import COLS, device, random, same_everywhere, sharded
 from onlinesoftmax.core.processes import gathered
-from onlinesoftmax.distributed.sampling import run, thresholds
+from onlinesoftmax.distributed.sampling import leaders, run, thresholds
 
 Tensor = torch.Tensor
 
@@ -157,10 +157,11 @@ def no_logits_travel(first: int, end: int) -> None:
     """The numbers that a process sends for each row."""
     scale = 30
     x = random(2, COLS * scale, seed=46)[:, first * scale : end * scale]
-    for options, most in (({}, 8), ({"top_k": 20}, 46), ({"min_p": 0.1, "top_logprobs": 5}, 16)):
-        with mock.patch.object(run, "gathered", wraps=run.gathered) as gathered:
+    for options, sent in (({}, (3, 5)), ({"top_k": 20}, (41, 5)), ({"min_p": 0.1, "top_logprobs": 5}, (11, 5))):
+        found = mock.Mock(wraps=gathered)
+        with mock.patch.object(run, "gathered", found), mock.patch.object(leaders, "gathered", found):
             sharded.sample(x, seed=1, shards=sharded.Shards(first * scale, x.shape[1], COLS * scale), **options)
-        assert sum(call.args[0].numel() for call in gathered.call_args_list) <= most * len(x)
+        assert tuple(call.args[0].shape[1] for call in found.call_args_list) == sent
     with mock.patch.object(thresholds, "start_adding", wraps=thresholds.start_adding) as adding:
         sharded.sample(x, seed=1, top_p=0.9)
     assert [call.args[0].shape[1] for call in adding.call_args_list] == [2048, 2048, 1024]
