@@ -38,7 +38,7 @@ def linear_cross_entropy(
     gradient of a chunk of logits in their place, and two products take it to the input and the weight.  The gradient of
     the weight is added up in float32 and rounded once.  With "none", the backward pass makes the logits again.
 
-    Input and weight may be DTensors, sharded along tokens and classes (docs/distributed.md).
+    Input and weight may be DTensors, sharded along tokens and classes (docs/sharded_heads.md).
 
     Args:
         input: Hidden states (..., hidden), floating point.
