@@ -99,6 +99,7 @@ WORKS = {
     **{f"{name}(array)": lambda name=name: getattr(osm, name)(x, mask=x > 0, bias=x, scale=2.0) for name in FUNCTIONS},
     "State": lambda: [osm.State.identity(x).merge(state), osm.State.merge_all([state]), state.logsumexp(),
                       state.softmax(x), state.log_softmax(x)],
+    "sampling": lambda: [osm.sample(x, top_p=0.9), osm.topk_logprobs(x, 2), osm.verify(x, np.array([3]))],
     "reference.online": lambda: osm.reference.online(x),
     "explain": lambda: [str(osm.explain((4, 5))), str(osm.explain((4, 5), device="h200")), str(osm.explain(x))],
     "explain for jax": lambda: str(osm.explain((4, 5), framework="jax")),

@@ -28,8 +28,8 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 DIFF = re.compile(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-NEEDED = {"losses": "triton", "jax": "jax", "models": "transformers"}
-"""The package without which the code of a page cannot run; torch for the other pages."""
+NEEDED = {"losses": "triton", "jax": "jax", "models": "transformers", "sampling": "torch jax"}
+"""The packages without which the code of a page cannot run; torch for the other pages."""
 
 
 def text_of(page: str) -> str:
@@ -74,8 +74,8 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
     ],
 )
 def test_python_prints_the_output_shown(page: str) -> None:
-    needed = NEEDED.get(page, "torch")
-    pytest.importorskip(needed, reason=f"the code of {page}.md needs {needed}")
+    for needed in NEEDED.get(page, "torch").split():
+        pytest.importorskip(needed, reason=f"the code of {page}.md needs {needed}")
     scope: dict[str, Any] = {"__name__": page}
     blocks = PYTHON.findall(text_of(page))
     assert blocks

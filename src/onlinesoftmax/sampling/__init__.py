@@ -4,30 +4,33 @@
     topk_logprobs    the k largest scores of each row with their log-probabilities, and the rank of a target
     verify           which drafted tokens stay in speculative decoding, and the token that follows them
 
-order.py says which of equal scores is the larger, distribution.py what is kept, noise.py which token the noise prefers,
-verification.py which draft stays; run.py puts them together.
+For torch tensors, order.py says which of equal scores is the larger, distribution.py what is kept, noise.py which token
+the noise prefers, verification.py which draft stays; run.py puts them together.  formulas.py has all of it for NumPy
+arrays and for JAX.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..core.arrays import is_dtensor
+import numpy as np
+
+from ..core.annotations import A
+from ..core.arrays import check_no_jax, is_dtensor
 from ..kernels.registry import needing
 from .results import Sampled, Support, TopLogprobs, Verified
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
 __all__ = ["Sampled", "Support", "TopLogprobs", "Verified", "sample", "topk_logprobs", "verify"]
 
 
 def sample(
-    logits: Tensor, *, temperature: float | Tensor = 1.0, top_k: int | Tensor | None = None,
-    top_p: float | Tensor | None = None, min_p: float | Tensor | None = None, seed: int | Tensor | None = None,
-    offset: int | Tensor = 0, generator: torch.Generator | None = None, bias: Tensor | None = None,
-    mask: Tensor | None = None, softcap: float | None = None, ties: Literal["keep", "first"] = "keep",
+    logits: A, *, temperature: float | A = 1.0, top_k: int | A | None = None,
+    top_p: float | A | None = None, min_p: float | A | None = None, seed: int | A | None = None,
+    offset: int | A = 0, generator: torch.Generator | np.random.Generator | None = None, bias: A | None = None,
+    mask: A | None = None, softcap: float | None = None, ties: Literal["keep", "first"] = "keep",
     top_logprobs: int = 0, logprobs: Literal["processed", "raw"] = "processed", return_support: int | None = None,
     dim: int = -1,
 ) -> Sampled:  # fmt: skip
@@ -44,7 +47,8 @@ def sample(
     logits.  No call waits for the GPU.
 
     Args:
-        logits: Floating-point tensor of any shape and strides.  A DTensor gives DTensors that are sharded as its rows
+        logits: Floating-point tensor of any shape and strides, or a NumPy array; the other arrays are of the same kind.
+            A DTensor gives DTensors that are sharded as its rows
             are; if `dim` is sharded, no logits are exchanged (`onlinesoftmax.distributed.sample`).
         temperature: Divisor of the scores.  A row with 0 takes its largest score, of equal ones that with the
             lowest token id.  Rounded to float32.
@@ -53,7 +57,8 @@ def sample(
         min_p: Smallest probability to keep, as a part of the largest, from 0 to 1; None or 0 for all.
         seed: Integer from 0 to 2^63 - 1.  None draws one for each row from `generator`.
         offset: Position in the random stream of the seed, such as the position of the token in the text.
-        generator: Generator of PyTorch, on the device of the logits; by default that of the device.
+        generator: Generator of PyTorch, on the device of the logits; by default that of the device.  For a NumPy array,
+            a numpy.random.Generator; by default a new one.
         bias: Floating point, broadcasts to the shape of `logits`.
         mask: Boolean, broadcasts to the shape of `logits`: True for the tokens that can be sampled.
         softcap: Soft bound on the magnitude of the logits: a positive number.
@@ -92,7 +97,7 @@ def sample(
             "return_support": return_support,
         }  # fmt: skip
         return _of_dtensor(logits, dim, {"softcap": softcap, "bias": bias, "mask": mask}, given)
-    arguments, run = _modules()
+    arguments, run = _modules("sample", logits)
     x = arguments.checked_logits("sample", logits, dim, 1.0, softcap, bias, mask)
     given = arguments.checked_parameters(x, temperature, top_k, top_p, min_p, ties)
     raw = arguments.checked_choice("sample()", "logprobs", logprobs, ("processed", "raw")) == "raw"
@@ -102,7 +107,7 @@ def sample(
     return found
 
 
-def _of_dtensor(logits: Tensor, dim: int, scores: dict[str, Any], given: dict[str, Any]) -> Sampled:
+def _of_dtensor(logits: Any, dim: int, scores: dict[str, Any], given: dict[str, Any]) -> Sampled:
     """`sample` of a DTensor, from softcap, bias and mask and the other arguments by name."""
     from ..distributed.sampling import dtensor, run
 
@@ -115,8 +120,8 @@ def _of_dtensor(logits: Tensor, dim: int, scores: dict[str, Any], given: dict[st
 
 
 def topk_logprobs(
-    logits: Tensor, k: int, *, target: Tensor | None = None, scale: float | Tensor = 1.0, softcap: float | None = None,
-    mask: Tensor | None = None, dim: int = -1,
+    logits: A, k: int, *, target: A | None = None, scale: float | A = 1.0, softcap: float | None = None,
+    mask: A | None = None, dim: int = -1,
 ) -> TopLogprobs:  # fmt: skip
     """The k largest scores of each row, their log-probabilities, and the log-probability and rank of a target.
 
@@ -142,7 +147,7 @@ def topk_logprobs(
         >>> found.indices, found.target_rank
         (tensor([[1, 3]]), tensor([3]))
     """
-    arguments, run = _modules()
+    arguments, run = _modules("topk_logprobs", logits)
     x = arguments.checked_logits("topk_logprobs", logits, dim, scale, softcap, None, mask)
     number = arguments.checked_count(x, "k", k, 0)
     found: TopLogprobs = run.topk_logprobs(x, number, arguments.checked_target(x, target))
@@ -150,10 +155,10 @@ def topk_logprobs(
 
 
 def verify(
-    target_logits: Tensor, draft_tokens: Tensor, draft_logits: Tensor | None = None, *,
-    temperature: float | Tensor = 1.0, top_k: int | Tensor | None = None, top_p: float | Tensor | None = None,
-    min_p: float | Tensor | None = None, seed: int | Tensor | None = None, offset: int | Tensor = 0,
-    generator: torch.Generator | None = None, ties: Literal["keep", "first"] = "keep",
+    target_logits: A, draft_tokens: A, draft_logits: A | None = None, *,
+    temperature: float | A = 1.0, top_k: int | A | None = None, top_p: float | A | None = None,
+    min_p: float | A | None = None, seed: int | A | None = None, offset: int | A = 0,
+    generator: torch.Generator | np.random.Generator | None = None, ties: Literal["keep", "first"] = "keep",
 ) -> Verified:  # fmt: skip
     """Decide which drafted tokens stay, so that the tokens of a row are distributed as those of the target model.
 
@@ -188,7 +193,7 @@ def verify(
         >>> found.accepted, found.tokens
         (tensor([1]), tensor([[ 0,  1, -1]]))
     """
-    arguments, run = _modules()
+    arguments, run = _modules("verify", target_logits)
     target = arguments.checked_logits("verify", target_logits, -1, 1.0, None, None, None, "target_logits")
     draft = None
     if draft_logits is not None:
@@ -200,8 +205,13 @@ def verify(
     return found
 
 
-def _modules() -> tuple[Any, Any]:
-    """The modules that check the arguments and compute, which import torch."""
+def _modules(function: str, logits: Any) -> tuple[Any, Any]:
+    """The modules that check the arguments and compute, for NumPy arrays or torch tensors."""
+    if isinstance(logits, np.ndarray):
+        from ..numpy import sampling
+
+        return sampling, sampling
+    check_no_jax(function, type(logits))
     with needing("torch", "sampling"):
         from . import arguments, run
 
