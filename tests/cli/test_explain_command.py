@@ -69,6 +69,21 @@ def test_explain_of_a_head() -> None:
     assert found["plan"]["products"] == 1
 
 
+def test_explain_of_sample() -> None:
+    command = "explain 64x128256 --op sample --top-k 50 --top-p 0.9 --top-logprobs 20 --device h100"
+    result = run(*command.split())
+    assert result.exit_code == 0, result.output
+    for words in ("with top_k, top_p, top_logprobs=20 on", "x 128256", "floor", "Why not another?"):
+        assert words in result.stdout
+    right = onlinesoftmax.explain(
+        (64, 128256), operation="sample", top_k=50, top_p=0.9, top_logprobs=20, device="h100"
+    )  # fmt: skip
+    assert run_json(*command.split()) == json.loads(json.dumps(right.as_dict()))
+    refused = run(*command.split(), "--ptx")
+    assert refused.exit_code == 2
+    assert "--ptx: name an operation of the planner: sample has no such listing" in refused.output
+
+
 COMPILE = """
 import json, sys
 from typer.testing import CliRunner

@@ -15,7 +15,7 @@ from . import output
 from .bench_steps import split_names
 
 if TYPE_CHECKING:
-    from ..explanation import Explanation, HeadExplanation
+    from ..explanation import Explanation, HeadExplanation, SampleExplanation
     from ..kernels.report import Kernel
 
 
@@ -29,7 +29,7 @@ def explain(
         "softmax",
         "--op",
         "--operation",
-        help=f"The operation: {', '.join(OPERATIONS)}; or with --classes a head: {', '.join(FUNCTIONS)}.",
+        help=f"The operation: {', '.join(OPERATIONS)}; with --classes a head: {', '.join(FUNCTIONS)}; or sample.",
     ),
     classes: int | None = typer.Option(None, min=1, help="Classes of a head, the rows of its weight."),
     memory: str | None = typer.Option(None, help="Most bytes of a head's logits and sums, as 600MB or 1.5GiB."),
@@ -38,6 +38,10 @@ def explain(
     ),
     reduction: str | None = typer.Option(None, help="Reduction of a head's loss: mean, sum or none."),
     acc_dtype: str | None = typer.Option(None, help="Dtype in which chunks add up the gradient of a head's weight."),
+    top_k: int | None = typer.Option(None, help="Of sample: number of tokens to keep."),
+    top_p: float | None = typer.Option(None, help="Of sample: part of the probability to keep."),
+    min_p: float | None = typer.Option(None, help="Of sample: smallest probability to keep, as a part of the largest."),
+    top_logprobs: int = typer.Option(0, help="Of sample: number of the largest log-probabilities to return."),
     outputs: str = typer.Option("", help="The outputs that a call asks for: loss,y for losses with their gradient."),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
     scale: float = typer.Option(1.0, help="Scale of the logits."),
@@ -73,6 +77,7 @@ def explain(
       onlinesoftmax explain 4096x50257 --op softmax_backward --batch-invariant --device h200
       onlinesoftmax explain 8192x128256 --op cross_entropy --outputs loss,y --device h200
       onlinesoftmax explain 8192x4096 --op linear_cross_entropy --classes 128256 --memory 600MB --device h200
+      onlinesoftmax explain 64x128256 --op sample --top-k 50 --top-p 0.9 --device h200
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     asked = {"cuda": cuda, "ttir": ttir, "ptx": ptx, "sass": sass}
     listings = [name for name, wanted in asked.items() if wanted]
@@ -84,15 +89,16 @@ def explain(
     head = {"classes": classes, "memory": memory, "gradients": gradients, "reduction": reduction, "acc": acc_dtype}
     explanation = _explain(
         shape, options, head, dim=dim, operation=op, dtype=dtype, fully_masked=fully_masked, device=device,
-        batch_invariant=batch_invariant, framework=framework, backend=backend, strategy=strategy,
+        batch_invariant=batch_invariant, framework=framework, backend=backend, strategy=strategy, top_k=top_k,
+        top_p=top_p, min_p=min_p, top_logprobs=top_logprobs,
         outputs=split_names(outputs) or None,
     )  # fmt: skip
-    from ..explanation import HeadExplanation
+    from ..explanation import HeadExplanation, SampleExplanation
 
-    if isinstance(explanation, HeadExplanation):
+    if isinstance(explanation, HeadExplanation | SampleExplanation):
         if listings:
-            output.fail(f"--{listings[0]}: name the operation that reads the logits: the plan of a head is no kernel")
-        _print_head(explanation, as_json)
+            output.fail(f"--{listings[0]}: name an operation of the planner: {op} has no such listing")
+        _print_function(explanation, as_json)
         return
     kernels, problem = _compile(explanation) if compiled else ([], "not asked for (--no-compile)")
     _check_listings(listings, kernels, problem)
@@ -111,7 +117,9 @@ def explain(
             print(kernel.listings[name].rstrip())
 
 
-def _explain(shape: str, options: dict[str, Any], head: dict[str, Any], **asked: Any) -> Explanation | HeadExplanation:
+def _explain(
+    shape: str, options: dict[str, Any], head: dict[str, Any], **asked: Any
+) -> Explanation | HeadExplanation | SampleExplanation:
     from ..explanation import explain as explain_shape
     from ..kernels.registry import missing
     from ..lab.names import parse_bytes, parse_shape
@@ -137,16 +145,15 @@ def _explain(shape: str, options: dict[str, Any], head: dict[str, Any], **asked:
             raise
 
 
-def _print_head(explanation: HeadExplanation, as_json: bool) -> None:
-    from ..explanation.heads import why_not
-
+def _print_function(explanation: HeadExplanation | SampleExplanation, as_json: bool) -> None:
+    """The explanation of a function that is no operation of the planner."""
     if as_json:
         output.print_json(explanation.as_dict())
         return
     output.heading(explanation.asked, first=True)
     output.facts(explanation.facts())
     output.heading("Why not another?")
-    output.table(("plan", "why not"), [(other.name, why_not(other)) for other in explanation.others])
+    output.table(("plan", "why not"), [(other.name, other.why_not) for other in explanation.others])
 
 
 def score_options(explanation: Explanation) -> list[str]:

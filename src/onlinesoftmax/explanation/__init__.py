@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from ..core.arrays import array_kind
 from ..core.device import Device, known
-from ..core.options import PLAIN, checked_options
+from ..core.options import PLAIN, checked_options, is_number
 from ..core.task import Choice
 from ..jax import plans as jax_plans
 from ..jax.device import from_jax, is_on_cpu
@@ -19,8 +19,9 @@ from ..torch.device import from_torch, here
 from .heads import HeadExplanation, adds_in_place, checked_memory, described_head, explain_head, wanted_gradients
 from .inputs import Shape, check_taken, checked_axis, described, framework_of, task_in_jax, torch_task
 from .rows import Explanation, explain_task
+from .sampling import SAMPLE, SampleExplanation, described_sample, explain_sample
 
-__all__ = ["Explanation", "HeadExplanation", "explain"]
+__all__ = ["Explanation", "HeadExplanation", "SampleExplanation", "explain"]
 
 
 @overload
@@ -39,6 +40,14 @@ def explain(
     scale: float = 1.0, softcap: float | None = None, memory: int | None = None, acc_dtype: Any = None,
     device: str | None = None,
 ) -> HeadExplanation: ...  # fmt: skip
+
+
+@overload
+def explain(
+    x: Any, dim: int = -1, *, operation: Literal["sample"], dtype: Any = None, top_k: Any = None, top_p: Any = None,
+    min_p: Any = None, top_logprobs: int = 0, mask: Any = None, bias: Any = None, softcap: float | None = None,
+    device: str | None = None,
+) -> SampleExplanation: ...  # fmt: skip
 
 
 def explain(
@@ -66,7 +75,11 @@ def explain(
     whole_rows: bool = False,
     memory: int | None = None,
     acc_dtype: Any = None,
-) -> Explanation | HeadExplanation:
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    top_logprobs: int = 0,
+) -> Explanation | HeadExplanation | SampleExplanation:
     """The plan that a call would run, and why.
 
     Args:
@@ -74,7 +87,8 @@ def explain(
             its shape and dtype.
         dim: The softmax dimension.
         operation: Name of a function, as "softmax"; or with "_backward", its gradient, which takes the options of the
-            function.  Or name of a function with a head, as "linear_cross_entropy", of an input (..., hidden).
+            function.  Or name of a function with a head, as "linear_cross_entropy", of an input (..., hidden); or
+            "sample".
         dtype: Dtype, or its name, for a shape ("float32" by default); that of the tensor otherwise.
         outputs: Names of the outputs that the kernel writes, where it is not the result alone: ("loss", "y") for the
             losses with their gradient, ("mean_loss", "y") for their mean with its gradient.
@@ -89,10 +103,11 @@ def explain(
         linear_bias, reduction, memory, acc_dtype: Of a head: as in the function; a bias may be a shape.
         gradients: Of a head: names of the tensors whose gradients are wanted, "input", "linear_weight" and
             "linear_bias".  By default those that require one, and all that are shapes.
+        top_k, top_p, min_p, top_logprobs: Of `sample`: as in the function.
         whole_rows: Of a head: True for a call with label smoothing, class weights, class probabilities or statistics.
 
     Returns:
-        An `Explanation`; for a function with a head, a `HeadExplanation`.
+        An `Explanation`; for a function with a head, a `HeadExplanation`; for `sample`, a `SampleExplanation`.
 
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
@@ -126,6 +141,21 @@ def explain(
         "reduction": reduction is not None, "gradients": gradients is not None, "whole_rows": whole_rows,
         "memory": memory is not None, "acc_dtype": acc_dtype is not None,
     }  # fmt: skip
+    of_samples = {
+        "top_k": top_k is not None, "top_p": top_p is not None, "min_p": min_p is not None,
+        "top_logprobs": top_logprobs != 0,
+    }  # fmt: skip
+    if operation == SAMPLE:
+        others = (
+            of_rows
+            | of_heads
+            | {"scale": not (is_number(scale) and scale == 1), "framework='jax'": framework_of(x, framework) == "jax"}
+        )
+        _check_not_given(SAMPLE, {name: given for name, given in others.items() if name not in ("dim", "mask", "bias")})
+        filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "top_logprobs": top_logprobs}
+        problem = described_sample(x, dim, dtype, filters, {"softcap": softcap, "bias": bias, "mask": mask})
+        return explain_sample(problem, known(device) if device is not None else _this_device(x), device is not None)
+    _check_not_given(operation, of_samples)
     if isinstance(operation, str) and operation in FUNCTIONS:
         _check_not_given(operation, of_rows | {"framework='jax'": framework_of(x, framework) == "jax"})
         head = described_head(operation, x, linear_weight, linear_bias, dtype, reduction)
@@ -136,7 +166,7 @@ def explain(
         asked = {"wanted": wanted, "each": reduction == "none", "whole_rows": whole_rows, "in_place": in_place}
         return explain_head(head, asked, checked_memory(memory), options, machine, device is not None)
     if not isinstance(operation, str) or operation not in OPERATIONS:
-        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join((*OPERATIONS, *FUNCTIONS))}")
+        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join((*OPERATIONS, *FUNCTIONS, SAMPLE))}")
     _check_not_given(operation, of_heads)
     in_jax = framework_of(x, framework) == "jax"
     shape, like = described(x, dtype)

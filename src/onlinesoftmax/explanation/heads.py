@@ -48,6 +48,15 @@ class OtherHeadPlan(NamedTuple):
     forecast: Forecast | None
     reason: str
 
+    @property
+    def why_not(self) -> str:
+        """What the plan would take, and why it was not chosen."""
+        if self.plan is None:
+            return self.reason
+        time = f", {self.forecast}" if self.forecast else ""
+        products = "1 product" if self.plan.products == 1 else f"{self.plan.products} products"
+        return f"{self.reason} ({_chunks(self.plan)}, {products}, {size(self.plan.bytes)}{time})"
+
 
 @dataclass(frozen=True)
 class HeadExplanation:
@@ -112,16 +121,7 @@ class HeadExplanation:
 
     def __str__(self) -> str:
         lines = [self.asked, *(f"  {name:<10}{value}" for name, value in self.facts())]
-        return "\n".join([*lines, *(f"  not {other.name}: {why_not(other)}" for other in self.others)])
-
-
-def why_not(other: OtherHeadPlan) -> str:
-    """What a plan that was not chosen would take, and why it was not."""
-    if other.plan is None:
-        return other.reason
-    time = f", {other.forecast}" if other.forecast else ""
-    products = "1 product" if other.plan.products == 1 else f"{other.plan.products} products"
-    return f"{other.reason} ({_chunks(other.plan)}, {products}, {size(other.plan.bytes)}{time})"
+        return "\n".join([*lines, *(f"  not {other.name}: {other.why_not}" for other in self.others)])
 
 
 def explain_head(

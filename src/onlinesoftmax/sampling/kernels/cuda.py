@@ -12,6 +12,7 @@ from ...torch.device import from_torch
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered
+from .choice import is_unfiltered, refusal
 from .source import DYNAMIC_BYTES, MOST_TOP, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
 
 Tensor = torch.Tensor
@@ -24,11 +25,11 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         scores: Logits that are the scores: no score option is given.
         parameters, seed, offset, raw, top: As for `sample` in run.py.
     """
-    if not parameters.filters and not top:
+    if is_unfiltered(parameters.filters, top):
         return unfiltered.sample(scores, parameters.temperature, seed, offset, raw)
     rows, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
-    if dtype not in ("float32", "float16", "bfloat16") or scores.stride(1) != 1 or not rows or top > MOST_TOP:
+    if refusal(dtype, rows, scores.stride(1) == 1) or top > MOST_TOP:
         return None
     cluster = cluster_of(rows, cols, from_torch("cuda", index))
     if cluster is None:

@@ -19,6 +19,7 @@ from ...torch.device import from_torch
 from ..masses import MASS_BITS, POWER_OF_TWO
 from ..philox import ROUNDS
 from ..results import Sampled
+from .choice import refusal
 
 Tensor = torch.Tensor
 
@@ -127,7 +128,7 @@ def sample(scores: Tensor, temperature: Tensor, seed: Tensor, offset: Tensor, ra
     """
     rows, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
-    if dtype not in ("float32", "float16", "bfloat16") or scores.stride(1) != 1 or not rows or cols >> 32:
+    if refusal(dtype, rows, scores.stride(1) == 1) or cols >> 32:
         return None
     aligned = not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
     shape = shape_of(rows, cols, dtype, aligned, raw, from_torch("cuda", index))

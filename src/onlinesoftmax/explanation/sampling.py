@@ -1,0 +1,236 @@
+"""The way that a call of `sample` would take (sampling/), and why not another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ..core.device import Device
+from ..core.task import ITEMSIZE
+from ..core.units import duration, size
+from ..kernels import registry
+from ..sampling.kernels.choice import is_unfiltered, refusal
+from ..sampling.kernels.source import MOST_TOP, THREADS, cluster_of
+from .inputs import described, sizes_of
+
+SAMPLE = "sample"
+
+EAGER = "PyTorch's operations"
+"""Name of the way without a kernel of ours."""
+
+FILTERS = ("top_k", "top_p", "min_p")
+
+
+UNFILTERED, FILTERED = "unfiltered.cuh", "sample.cuh"
+"""Names of the kernels: their files in sampling/kernels."""
+
+
+class Asked(NamedTuple):
+    """The part of a call that its way depends on.
+
+    Attributes:
+        rows, tokens: Sizes of the logits.
+        dtype: Name of their dtype.
+        adjacent: True where the logits of a row are adjacent in memory.
+        filters: Names of the filters that are given.
+        top: Number of the largest log-probabilities that are returned.
+        options: Names of the score options that are given.
+    """
+
+    rows: int
+    tokens: int
+    dtype: str
+    adjacent: bool
+    filters: tuple[str, ...]
+    top: int
+    options: tuple[str, ...]
+
+
+class Kernel(NamedTuple):
+    """The kernel of a call.
+
+    Attributes:
+        name: Its name.
+        blocks: Blocks of a row.
+        threads: Threads of a block.
+        reason: One sentence: why it takes the call.
+    """
+
+    name: str
+    blocks: int
+    threads: int
+    reason: str
+
+
+class OtherWay(NamedTuple):
+    """A way that the call does not take.
+
+    Attributes:
+        name: Name of a kernel, or EAGER.
+        why_not: The reason, in one sentence.
+    """
+
+    name: str
+    why_not: str
+
+
+@dataclass(frozen=True)
+class SampleExplanation:
+    """The result of `explain` for `sample`; `str()` of it is a text to read.
+
+    Attributes:
+        problem: What the way depends on.
+        device: The device that was planned for.
+        kernel: The kernel that takes the call; None where PyTorch's operations do.
+        reason: One sentence: why the call takes this way.
+        others: The other ways, with the reasons.
+    """
+
+    problem: Asked
+    device: Device
+    kernel: Kernel | None
+    reason: str
+    others: tuple[OtherWay, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes that any way moves: the logits once, and what is returned for each row."""
+        q = self.problem
+        wide = 8 if q.dtype == "float64" else 4
+        # Token, log-probability, lse, kept, valid; and the listed tokens.
+        return q.rows * (q.tokens * ITEMSIZE[q.dtype] + 17 + 2 * wide + q.top * (8 + wide))
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds of these bytes at the bandwidth of the device."""
+        return self.bytes / (self.device.bandwidth * 1e3)
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel, or EAGER."""
+        return self.kernel.name if self.kernel else EAGER
+
+    @property
+    def asked(self) -> str:
+        """The call in one line."""
+        q = self.problem
+        listed = [f"top_logprobs={q.top}"] if q.top else []
+        given = ", ".join([*q.filters, *listed, *q.options])
+        return f"{SAMPLE} of {q.rows} x {q.tokens} {q.dtype}{f' with {given}' if given else ''} on {self.device.name}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values, in reading order."""
+        return [
+            ("way", f"{self.name}: {self.reason}"),
+            *(
+                [("launch", f"{self.problem.rows} x {self.kernel.blocks} blocks of {self.kernel.threads} threads")]
+                if self.kernel
+                else []
+            ),
+            ("bytes", f"{size(self.bytes)}: the logits once, and {size(self.bytes - self._read)} of results"),
+            ("floor", f"{duration(self.floor_us)} at {self.device.bandwidth:.0f} GB/s"),
+        ]
+
+    @property
+    def _read(self) -> int:
+        return self.problem.rows * self.problem.tokens * ITEMSIZE[self.problem.dtype]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        return {
+            "function": SAMPLE,
+            "problem": self.problem._asdict(),
+            "device": asdict(self.device),
+            "way": self.name,
+            "kernel": self.kernel and self.kernel._asdict(),
+            "reason": self.reason,
+            "bytes": self.bytes,
+            "floor_us": self.floor_us,
+            "others": [other._asdict() for other in self.others],
+        }
+
+    def __repr__(self) -> str:
+        return f"<SampleExplanation {self.asked}: {self.name}>"
+
+    def __str__(self) -> str:
+        lines = [self.asked, *(f"  {name:<8}{value}" for name, value in self.facts())]
+        return "\n".join([*lines, *(f"  not {other.name}: {other.why_not}" for other in self.others)])
+
+
+def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
+    """What the way of a call depends on; the checks are those of the function.
+
+    Args:
+        x: Logits: a tensor or a shape.
+        dim: The dimension of the tokens.
+        dtype: Dtype of a shape.
+        asked: top_k, top_p, min_p and top_logprobs, as in the function.
+        options: softcap, bias and mask, as in the function; a bias and a mask may be shapes.
+    """
+    with registry.needing("torch", "sampling"):
+        import torch
+
+        from ..sampling import arguments
+
+    def without_data(t: Any, dtype: str) -> Any:
+        if isinstance(t, tuple | list):
+            return torch.empty(sizes_of("bias or mask", t), dtype=getattr(torch, dtype), device="meta")
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if torch.is_tensor(t) else t
+
+    _, like = described(x, dtype)
+    bias, mask = (without_data(options[name], its) for name, its in (("bias", like.dtype), ("mask", "bool")))
+    logits = arguments.checked_logits(SAMPLE, without_data(x, like.dtype), dim, 1.0, options["softcap"], bias, mask)
+    k, p, least = (without_data(asked[name], like.dtype) for name in FILTERS)
+    parameters = arguments.checked_parameters(logits, 1.0, k, p, least, "keep")
+    given = tuple(name for name in FILTERS if getattr(parameters, name) is not None)
+    top = arguments.checked_count(logits, "top_logprobs", asked["top_logprobs"], 0)
+    rows = arguments.in_rows(logits.x, logits.dim)
+    adjacent = rows.stride(1) == 1
+    return Asked(len(rows), logits.tokens, like.dtype, adjacent, given, top, logits.options.given)
+
+
+def explain_sample(problem: Asked, device: Device, named: bool) -> SampleExplanation:
+    """The way of a call, and why not another.
+
+    Args:
+        problem: What the way depends on.
+        device: The device.
+        named: True for a device that this machine need not have.
+    """
+    found = _kernel(problem, device, named)
+    if isinstance(found, str):
+        return SampleExplanation(problem, device, None, "no kernel takes the call", (OtherWay("a kernel", found),))
+    if found.name == UNFILTERED:
+        other = OtherWay(FILTERED, "nothing is asked for that needs a list of tokens")
+    else:
+        asked = [*problem.filters, *(["top_logprobs"] if problem.top else [])]
+        other = OtherWay(UNFILTERED, f"it has no {', '.join(asked)}")
+    return SampleExplanation(problem, device, found, found.reason, (other, OtherWay(EAGER, "a kernel takes the call")))
+
+
+def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
+    """The kernel of a call; or, in one sentence, why none takes it."""
+    if device.kind != "cuda":
+        return f"{device.name} is no NVIDIA GPU"
+    if problem.options:
+        return f"kernels have no {' and no '.join(problem.options)}"
+    if not named and (reason := registry.unavailable("cuda")):
+        return reason
+    rows, tokens, dtype, adjacent, filters, top, _ = problem
+    if reason := refusal(dtype, rows, adjacent):
+        return reason
+    if is_unfiltered(bool(filters), top):
+        # It imports CUDA's launches.
+        from ..sampling.kernels.unfiltered import shape_of
+
+        shape = shape_of(rows, tokens, dtype, True, False, device)
+        return Kernel(UNFILTERED, shape.cluster, shape.threads, "one read of the logits, of which nothing is held")
+    if top > MOST_TOP:
+        return f"a kernel lists at most {MOST_TOP} tokens"
+    blocks = cluster_of(rows, tokens, device)
+    if blocks is None:
+        return f"the blocks of a row need more shared memory than those of {device.name} have"
+    # Without top_k all tokens may be kept, so masses are added up when a bound of the threshold is known.
+    again = filters and "top_k" not in filters
+    reads = "two reads of the logits, the second from the L2 cache" if again else "one read of the logits"
+    return Kernel(FILTERED, blocks, THREADS, f"it lists the largest tokens, in {reads}")

@@ -1,0 +1,25 @@
+"""The calls of `sample` that kernels take; `explain` asks the same functions."""
+
+from __future__ import annotations
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def refusal(dtype: str, rows: int, adjacent: bool) -> str | None:
+    """Why no kernel takes a call, in one sentence; None if one may.
+
+    Args:
+        dtype: Name of the dtype of the logits.
+        rows: Number of rows.
+        adjacent: True where the logits of a row are adjacent in memory.
+    """
+    if dtype not in DTYPES:
+        return f"kernels read {', '.join(DTYPES)}, and the logits have {dtype}"
+    if not adjacent:
+        return "the logits of a row are not adjacent in memory"
+    return None if rows else "there are no rows"
+
+
+def is_unfiltered(filters: bool, top: int) -> bool:
+    """True where unfiltered.cuh takes a call, which keeps every token and lists none."""
+    return not filters and not top

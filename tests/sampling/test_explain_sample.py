@@ -1,0 +1,112 @@
+"""`explain` of `sample`: the kernel that takes a call, or why none does; bytes, floor, errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import onlinesoftmax as osm
+from onlinesoftmax.core.device import KNOWN
+from onlinesoftmax.explanation.sampling import EAGER
+
+SHAPE = (64, 128256)
+
+
+def explained(x: Any = SHAPE, **given: Any) -> Any:
+    return osm.explain(x, operation="sample", **given)
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ("kernels have no softcap and no mask", {"softcap": 30.0, "mask": (128256,)}),
+        ("kernels have no bias", {"bias": (64, 1)}),
+        ("and the logits have float64", {"dtype": "float64"}),
+        ("a kernel lists at most", {"top_logprobs": 100_000}),
+        ("CPU is no NVIDIA GPU", {"device": "cpu"}),
+    ],
+)
+def test_pytorch_takes_what_no_kernel_takes(words: str, given: dict[str, Any]) -> None:
+    found = explained(**{"device": "h100", "top_k": 50} | given)
+    assert (found.kernel, found.name) == (None, EAGER)
+    assert any(words in other.why_not for other in found.others)
+    assert EAGER not in [other.name for other in found.others]
+
+
+def test_rows_that_are_not_adjacent() -> None:
+    strided = explained(torch.zeros(100, 7).t(), device="h100")
+    assert "not adjacent" in strided.others[0].why_not
+    # Another dimension than the last is copied first.
+    assert explained(torch.zeros(100, 7), dim=0, device="h100").problem.rows == 7
+
+
+def test_bytes_and_floor_by_hand() -> None:
+    found = explained(device="h100", dtype="bfloat16", top_k=50, top_logprobs=20)
+    # Token, log-probability, lse, number of kept tokens and validity of a row, and 20 tokens with log-probabilities.
+    assert found.bytes == 64 * (128256 * 2 + 8 + 4 + 4 + 8 + 1 + 20 * (8 + 4))
+    assert found.floor_us == pytest.approx(found.bytes / KNOWN["h100"].bandwidth / 1e3)
+    text = str(found)
+    assert "sample of 64 x 128256 bfloat16 with top_k, top_logprobs=20 on NVIDIA H100" in text
+    assert f"{64} x {found.kernel.blocks} blocks of {found.kernel.threads} threads" in text
+    assert found.as_dict()["kernel"]["blocks"] == found.kernel.blocks
+
+
+def test_a_number_that_filters_nothing_is_no_filter() -> None:
+    found = explained(top_k=0, top_p=1.0, min_p=torch.zeros(64), device="h100")
+    assert found.problem.filters == ("min_p",)
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "given"),
+    [
+        (ValueError, "sample() has no outputs, scale here", {"scale": 2.0, "outputs": ("y",)}),
+        (ValueError, "sample() has no linear_weight here", {"linear_weight": (3, 4)}),
+        (ValueError, "sample() has no framework='jax' here", {"framework": "jax"}),
+        (ValueError, "top_p must be from 0.0 to inf", {"top_p": -0.1}),
+        (ValueError, "top_logprobs must be from 0 to the 128256 tokens", {"top_logprobs": -1}),
+        (TypeError, "argument 'top_k' must be int", {"top_k": 1.5}),
+    ],
+)
+def test_mistakes_are_named(error: type[Exception], words: str, given: dict[str, Any]) -> None:
+    with pytest.raises(error) as raised:
+        explained(**given)
+    assert words in str(raised.value)
+
+
+def test_other_operations_have_no_filters() -> None:
+    with pytest.raises(ValueError, match="logsumexp\\(\\) has no top_k here"):
+        osm.explain(SHAPE, operation="logsumexp", top_k=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "given"),
+    [
+        ("unfiltered.cuh", "nothing is asked for that needs a list", {}),
+        ("sample.cuh", "it has no top_p", {"top_p": 0.9}),
+        ("sample.cuh", "it has no top_k, min_p, top_logprobs", {"top_k": 5, "min_p": 0.1, "top_logprobs": 3}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_kernel_of_a_call(name: str, other: str, given: dict[str, Any], dtype: str) -> None:
+    found = explained(dtype=dtype, device="h200", **given)
+    assert found.name == name
+    assert other in found.others[0].why_not
+    assert found.others[1].name == EAGER
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [{}, {"top_k": 5}, {"top_logprobs": 2}, {"top_k": 5, "dtype": "float64"}])
+def test_a_call_runs_what_explain_says(given: dict[str, Any]) -> None:
+    given = dict(given)
+    x = torch.randn(3, 1000, device="cuda", dtype=getattr(torch, given.pop("dtype", "float32")))
+    osm.sample(x, seed=1, **given)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        osm.sample(x, seed=1, **given)
+        torch.cuda.synchronize()
+    launched = {event.key for event in profile.key_averages()}
+    ours = {file for file, name in (("unfiltered.cuh", "unfiltered_kernel"), ("sample.cuh", "sample_kernel"))
+            if any(name in each for each in launched)}  # fmt: skip
+    found = explained(x, **given)
+    assert ours == ({found.name} if found.kernel else set())
