@@ -220,7 +220,7 @@ def _head_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Tab
 
 
 def _token_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
-    table = _table(results, content, TOKEN_TIME, "lacks, or reason")
+    table = _table(results, content, TOKEN_TIME, "way, what it lacks, or reason")
     extra = any(result.extra_bytes is not None for found in results for result in found.results)
     lines = ["Time of a call over that of one read of the logits, our logsumexp, in the same run."]
     return replace(table.without(set() if extra else {MEMORY}), below=lines)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from ....explanation import explain
 from ... import bridge
 from ..cases import Case
 from ..jax_peers import Arrays
@@ -46,6 +47,14 @@ class OursTokens(Tokens):
         import torch
 
         return torch.arange(case.rows, device=self.device_type)
+
+    def way(self, case: TokenCase, x: Any) -> str:
+        """The kernel of a call and its blocks, or the way without one."""
+        if case.operation != SAMPLE:
+            return ""
+        given = {name: value for name, value in case.arguments.items() if name != "temperature"}
+        found = explain(x, operation=SAMPLE, **given)
+        return f"{found.name}, {found.kernel.blocks} blocks of a row" if found.kernel else found.name
 
     def of_logits(self, case: TokenCase) -> Function:
         """The public function."""

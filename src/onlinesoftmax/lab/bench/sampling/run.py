@@ -108,5 +108,5 @@ def _checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call | None]:
         extra = extra_bytes(call, x.device) if peer.in_torch else None
     except Exception as failure:  # whatever another library raises is its refusal, not our crash
         return refusal(peer, None, failure), None
-    lacks = getattr(peer, "lacks", {}).get(case.asked, "") if not peer.ours else ""
-    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=lacks), call
+    note = peer.way(case, x) if isinstance(peer, OursTokens) else getattr(peer, "lacks", {}).get(case.asked, "")
+    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=note), call
