@@ -133,14 +133,17 @@ def _sample(
     leaders = leaders_of(here, max(top, most, few or 1))
     m, best = leaders.scores[:, :1].double(), leaders.tokens[:, :1]
     filters = Filter(given, m, *constants_of(m, given), best, None)
+    threshold: Threshold | None = None
     before: Tensor | int = 0
-    if given.top_k is not None or given.top_p is not None:
+    if few is not None:
+        threshold = threshold_of(leaders.candidates(), given, m, filters.temperature)
+        equal = leaders.scores == threshold.score
+        before = (equal & (leaders.tokens < here.first)).sum(1, keepdim=True)
+    elif given.top_k is not None or given.top_p is not None:
         rows = Slices(here.scores, (below(here.scores, m) > -torch.inf).long(), here.groups)
-        threshold = threshold_of(rows if few is None else leaders.candidates(), given, m, filters.temperature)
-        filters = filters._replace(threshold=threshold)
-        if given.first:
-            ahead = (leaders.scores == threshold.score) & (leaders.tokens < here.first)
-            before = rows.before(threshold.score) if few is None else ahead.sum(1, keepdim=True)
+        threshold = threshold_of(rows, given, m, filters.temperature)
+        before = rows.before(threshold.score) if given.first else 0
+    filters = filters._replace(threshold=threshold)
     token, z, kept, log_sum = _winner(here, filters, before, noise, raw)
 
     scores, tokens = leaders.scores[:, :top], leaders.tokens[:, :top]
