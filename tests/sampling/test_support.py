@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -201,10 +202,12 @@ def test_a_gpu_replays_what_it_sampled(most: int) -> None:
         found = osm.sample(x, top_p=0.8, seed=seeds, return_support=most)
         again = osm.token_logprobs(x, found.token, support=found.support)
         (dx,) = torch.autograd.grad(again.logprob.nansum() + again.entropy.nansum(), x)
-        return *found.support, again.logprob, dx, found.logprob
+        return *found.support, again.logprob.detach(), dx, found.logprob
 
     first = step()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):
+        # PyTorch says that it is a prototype.
+        torch.cuda.set_sync_debug_mode("error")
     try:
         second = step()
     finally:
@@ -219,7 +222,11 @@ def test_a_gpu_replays_what_it_sampled(most: int) -> None:
     kept = z.clone().requires_grad_()
     again = osm.token_logprobs(kept, on_cpu.token, support=on_cpu.support)
     assert torch.allclose(dx, torch.autograd.grad(again.logprob.nansum() + again.entropy.nansum(), kept)[0], atol=1e-5)
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
     with torch.cuda.graph(graph):
         captured = step()
     graph.replay()
