@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,6 +52,11 @@ def test_bytes_and_floor_by_hand() -> None:
     assert "sample of 64 x 128256 bfloat16 with top_k, top_logprobs=20 on NVIDIA H100" in text
     assert f"{64} x {found.kernel.blocks} blocks of {found.kernel.threads} threads" in text
     assert found.as_dict()["kernel"]["blocks"] == found.kernel.blocks
+
+
+def test_an_array_of_numpy_counts_as_its_shape() -> None:
+    found = explained(np.zeros((3, 50), np.float16), device="h100")
+    assert found.problem == explained((3, 50), dtype="float16", device="h100").problem
 
 
 def test_a_number_that_filters_nothing_is_no_filter() -> None:

@@ -177,7 +177,8 @@ def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], option
             return torch.empty(sizes_of("bias or mask", t), dtype=getattr(torch, dtype), device="meta")
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if torch.is_tensor(t) else t
 
-    _, like = described(x, dtype)
+    shape, like = described(x, dtype)
+    x = x if torch.is_tensor(x) else shape
     bias, mask = (without_data(options[name], its) for name, its in (("bias", like.dtype), ("mask", "bool")))
     logits = arguments.checked_logits(SAMPLE, without_data(x, like.dtype), dim, 1.0, options["softcap"], bias, mask)
     k, p, least = (without_data(asked[name], like.dtype) for name in FILTERS)
