@@ -45,3 +45,21 @@ def by_torch(logits: Any, seed: Any, **given: Any) -> Any:
     as_tensor = {name: torch.from_numpy(np.array(t)) if isinstance(t, np.ndarray) else t for name, t in given.items()}
     logits = torch.from_numpy(np.array(logits, np.float64 if logits.dtype == np.float64 else np.float32))
     return osm.sample(logits, **as_tensor)
+
+
+def assert_same(got: Any, want: Any, integers: type = np.int64) -> None:
+    """Equal tokens and numbers, in this dtype; log-probabilities equal up to the last bits of their dtype."""
+    for name in got._fields:
+        a, b = getattr(got, name), getattr(want, name)
+        if isinstance(b, tuple):
+            assert_same(a, b, integers)
+        elif b is None:
+            assert a is None, name
+        elif b.is_floating_point():
+            a, b = np.asarray(a), b.numpy()
+            assert a.shape == b.shape, name
+            # XLA has no subnormals.
+            np.testing.assert_allclose(a, b, 2 * np.finfo(a.dtype).eps, 2.0**-50, err_msg=name)
+        else:
+            assert a.dtype in (integers, bool), name
+            np.testing.assert_array_equal(np.asarray(a), b.numpy(), err_msg=name)

@@ -9,22 +9,7 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
-from hard_logits import COLUMNS, by_torch, hard_rows, parameters
-
-
-def assert_same(got: Any, want: Any) -> None:
-    """Equal tokens and numbers; log-probabilities, which are differences in float64, equal up to their last bits."""
-    for name in got._fields:
-        a, b = getattr(got, name), getattr(want, name)
-        if isinstance(b, tuple):
-            assert_same(a, b)
-        elif b is None:
-            assert a is None, name
-        else:
-            b = b.numpy()
-            assert (a.dtype, a.shape) == (b.dtype, b.shape), name
-            rtol = 2 * np.finfo(b.dtype).eps if b.dtype.kind == "f" else 0
-            np.testing.assert_allclose(a, b, rtol=rtol, atol=2.0**-50, err_msg=name)
+from hard_logits import COLUMNS, assert_same, by_torch, hard_rows, parameters
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16])
@@ -42,7 +27,7 @@ def test_tokens_are_those_of_torch(given: dict[str, Any], dtype: type) -> None:
 
 
 def test_many_tokens_and_no_filter() -> None:
-    z = np.random.default_rng(7).normal(size=(5, 70_000)).astype(np.float32) * 3
+    z = np.random.default_rng(7).normal(size=(3, 100_000)).astype(np.float32) * 3
     assert_same(osm.sample(z, seed=3, temperature=0.7), by_torch(z, 3, temperature=0.7))
     assert_same(osm.sample(z[:, :1], seed=3, top_k=1), by_torch(z[:, :1], 3, top_k=1))
     assert osm.sample(z[:0], top_logprobs=2).top_tokens.shape == (0, 2)

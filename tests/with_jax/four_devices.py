@@ -96,6 +96,18 @@ def test_jit_of_sharded_arrays_gathers_no_row(
         assert dx.sharding.is_equivalent_to(cut["x"].sharding, 2), name
 
 
+def test_sampling_exchanges_numbers_of_rows() -> None:
+    """Thresholds, masses and the best tokens of the devices, but no scores."""
+    f, seed, x = partial(osj.sample, top_k=40, top_p=0.9, min_p=1e-4), np.arange(ROWS), logits(ROWS, COLS)
+    cut = jax.device_put(x, NamedSharding(mesh_of(2, 2), P("d", "v")))
+    program = jax.jit(f).lower(seed, cut).compile()
+    assert_small_exchanges(program, 4 * ROWS)
+    ours, whole = program(seed, cut), f(seed, x)
+    assert ours.token.sharding.is_equivalent_to(NamedSharding(mesh_of(2, 2), P("d")), 1)
+    for one, other in zip(ours[:5], whole[:5], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("name", "cols"), [("logsumexp", 2), ("loss", 3), ("tokens without entropy", 3), ("tokens", 4)]
 )  # fmt: skip

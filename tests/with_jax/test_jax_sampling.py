@@ -15,25 +15,17 @@ import jax
 import jax.numpy as jnp
 import torch
 
+import hard_logits
 import onlinesoftmax as osm
 import onlinesoftmax.jax as osj
 from hard_logits import COLUMNS, by_torch, hard_rows, parameters
 
-
-def assert_same(got: Any, want: Any) -> None:
-    """Equal tokens and numbers, and log-probabilities equal up to the rounding of float32; XLA has no subnormals."""
-    for name in got._fields:
-        a, b = getattr(got, name), getattr(want, name)
-        if b is None:
-            assert a is None, name
-        elif b.is_floating_point():
-            np.testing.assert_allclose(np.asarray(a), b.numpy(), rtol=3e-7, atol=1e-38, err_msg=name)
-        else:
-            assert a.dtype in (jnp.int32, jnp.bool_)
-            np.testing.assert_array_equal(np.asarray(a), b.numpy(), err_msg=name)
+assert_same = partial(hard_logits.assert_same, integers=np.int32)
 
 
-@pytest.mark.parametrize("given", [{"top_logprobs": COLUMNS}, {"ties": "first", "logprobs": "raw", "top_logprobs": 3}])
+@pytest.mark.parametrize(
+    "given", [{"top_logprobs": COLUMNS}, {"ties": "first", "logprobs": "raw", "return_support": 9}]
+)
 def test_tokens_are_those_of_torch(given: dict[str, Any]) -> None:
     z = np.tile(hard_rows(), (8, 1))
     of_rows = parameters(len(z))
@@ -49,7 +41,6 @@ def test_many_tokens() -> None:
     z = np.random.default_rng(7).normal(size=(1, 151_936)).astype(np.float32) * 3
     given = {"top_p": 0.97, "min_p": 1e-7, "top_logprobs": 20}
     assert_same(osj.sample(3, z, **given), by_torch(z, 3, **given))
-    assert_same(osj.sample(2**62, z, offset=2**33), by_torch(z, 2**62, offset=2**33))
     assert osj.sample(1, jnp.ones((2, 1)), top_k=1, top_p=0.0).token.tolist() == [0, 0]
 
 
@@ -87,12 +78,6 @@ def test_transformations() -> None:
     assert not slope.any()
 
 
-def test_operations_one_by_one() -> None:
-    z = np.array([0.0, 2.0, 1.0], np.float32)
-    with jax.disable_jit():
-        assert_same(osj.sample(2, z), by_torch(z, 2))
-
-
 def test_seeds_are_numbers_or_keys() -> None:
     z = jnp.zeros((3, 1000))
     want = int(by_torch(np.zeros(1000, np.float32), 2**62 + 7).token)
@@ -116,7 +101,7 @@ def test_64_bit_types_of_jax_change_no_token() -> None:
 
 
 def test_tokens_have_their_probabilities() -> None:
-    z, n = jnp.array([0.0, 2.0, 1.0, -1.0, 2.5, -3.0, 1.5, 1.4]), 200_000
+    z, n = jnp.array([0.0, 2.0, 1.0, -1.0, 2.5, -3.0, 1.5, 1.4]), 100_000
     found = osj.sample(jnp.arange(n), jnp.broadcast_to(z, (n, 8)), top_p=0.95, top_logprobs=8)
     p = np.zeros(8)
     p[found.top_tokens[0]] = np.exp(found.top_logprobs[0])

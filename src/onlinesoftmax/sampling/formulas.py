@@ -56,7 +56,7 @@ class Distribution(NamedTuple):
 
 def sample(
     of: Functions, scores: Array, given: Parameters, seed: Array, offset: Array, raw: bool, top: int
-) -> tuple[Array | None, ...]:
+) -> tuple[Any, ...]:
     """The fields of `Sampled` without the support, for scores (rows, tokens); then True for each token that is kept.
 
     Args:

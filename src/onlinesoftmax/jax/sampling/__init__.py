@@ -24,7 +24,7 @@ def sample(
     top_p: ArrayLike | None = None, min_p: ArrayLike | None = None, offset: ArrayLike = 0,
     bias: ArrayLike | None = None, where: ArrayLike | None = None, softcap: float | None = None,
     ties: Literal["keep", "first"] = "keep", top_logprobs: int = 0, logprobs: Literal["processed", "raw"] = "processed",
-    axis: int = -1,
+    return_support: int | None = None, axis: int = -1,
 ) -> Sampled:  # fmt: skip
     """Sample a token of each row from softmax(z / temperature), after the filters: `onlinesoftmax.sample` for JAX.
 
@@ -50,11 +50,13 @@ def sample(
             the lowest ids.
         top_logprobs: Number of the largest log-probabilities to return.
         logprobs: "processed" for the probabilities that are sampled from; "raw" for those of softmax(z).
+        return_support: Return the ids of the tokens that could be sampled, for `token_logprobs`, of the rows that keep
+            at most so many.
         axis: The axis of the tokens.
 
     Returns:
-        The named tuple `Sampled` (token, logprob, lse, kept, valid, top_tokens, top_logprobs); tokens and numbers are
-        int32.  The results have no gradient.
+        The named tuple `Sampled` (token, logprob, lse, kept, valid, top_tokens, top_logprobs, support); tokens and
+        numbers are int32.  The results have no gradient.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or value.  The values of arrays are not
@@ -75,7 +77,8 @@ def sample(
     given, seeds, offsets = _per_row("sample", shape, tokens, temperature, (top_k, top_p, min_p), (seed, offset), ties)
     raw = checked_choice("sample", "logprobs", logprobs, ("processed", "raw")) == "raw"
     top = checked_count("sample", "top_logprobs", top_logprobs, tokens)
-    return run.sample(rows, given, seeds, offsets, raw, top)
+    most = 0 if return_support is None else checked_count("sample", "return_support", return_support, tokens, 1)
+    return run.sample(rows, given, seeds, offsets, raw, top, most)
 
 
 def topk_logprobs(

@@ -92,13 +92,13 @@ def checked_seed(name: str, rows: tuple[int, ...], seed: Any) -> Array | Words:
     return Words(words.reshape((1,) * (len(rows) - seed.ndim) + seed.shape + (1, 2)), "int64")
 
 
-def checked_count(name: str, argument: str, value: Any, tokens: int) -> int:
+def checked_count(name: str, argument: str, value: Any, tokens: int, low: int = 0) -> int:
     """A number of tokens, at most those of a row."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
     number = operator.index(value)
-    if not 0 <= number <= tokens:
-        raise ValueError(f"{name}: {argument} must be from 0 to the {tokens} tokens of a row, got {value}")
+    if not low <= number <= tokens:
+        raise ValueError(f"{name}: {argument} must be from {low} to the {tokens} tokens of a row, got {value}")
     return number
 
 

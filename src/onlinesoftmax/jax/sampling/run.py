@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core.arrays import Array, accumulator
 from ...sampling import formulas
-from ...sampling.results import Sampled, TopLogprobs, Verified
+from ...sampling.results import Sampled, Support, TopLogprobs, Verified
 from ...sampling.rules import Parameters
 from .. import array_types, custom_op
 from ..eager import scores, scores_at
@@ -57,6 +57,7 @@ class Call(NamedTuple):
         formula: formula(call, operands) returns the results.
         words: Name and dtype of each operand that is an array of pairs of 32-bit words.
         first, raw, top: As for the formulas.
+        most: Most tokens of a row in the support; 0 for no support.
     """
 
     formula: Callable[[Call, Values], list[Array]]
@@ -64,12 +65,17 @@ class Call(NamedTuple):
     first: bool
     raw: bool = False
     top: int = 0
+    most: int = 0
 
 
 def _sample(call: Call, operands: Values) -> list[Array]:
     seeds = operands["seed"], operands["offset"]
-    found = formulas.sample(FUNCTIONS, operands["x"], _parameters(call, operands), *seeds, call.raw, call.top)
-    return [t for t in found[:-1] if t is not None]
+    *found, kept = formulas.sample(FUNCTIONS, operands["x"], _parameters(call, operands), *seeds, call.raw, call.top)
+    if call.most:
+        # The ids of the kept tokens by rising id.
+        tokens = kept.shape[-1]
+        found.append(jnp.sort(jnp.where(kept, jnp.arange(tokens), tokens))[..., : call.most])
+    return [t for t in found if t is not None]
 
 
 def _verify(call: Call, operands: Values) -> list[Array]:
@@ -135,7 +141,7 @@ def _bind(formula: Any, operands: Mapping[str, Array | Words | None], first: boo
     """The results of a formula without a gradient; the operand "x" comes first."""
     words = tuple((name, t.dtype) for name, t in operands.items() if isinstance(t, Words))
     given = {name: t.words if isinstance(t, Words) else t for name, t in operands.items() if t is not None}
-    if not all(isinstance(size, int) for size in given["x"].shape) and not jax.config.read("jax_enable_x64"):
+    if not all(isinstance(size, int) for size in given["x"].shape) and jnp.result_type(int) != jnp.int64:
         # JAX computes with these sizes in the integers of its setting.
         raise NotImplementedError("sampling: jax.export with sizes that are symbols needs jax_enable_x64")
     arrays = array_types.alike(tuple(jax.lax.stop_gradient(jnp.asarray(t)) for t in given.values()))
@@ -143,7 +149,7 @@ def _bind(formula: Any, operands: Mapping[str, Array | Words | None], first: boo
     return found
 
 
-def sample(rows: Rows, given: Parameters, seed: Any, offset: Any, raw: bool, top: int) -> Sampled:
+def sample(rows: Rows, given: Parameters, seed: Any, offset: Any, raw: bool, top: int, most: int) -> Sampled:
     """As the public function.
 
     Args:
@@ -152,11 +158,27 @@ def sample(rows: Rows, given: Parameters, seed: Any, offset: Any, raw: bool, top
         seed, offset: Arrays of the rows or `Words`.
         raw: True for log-probabilities without temperature and filters.
         top: Number of the largest log-probabilities to return.
+        most: Most tokens of a row in the support; 0 for no support.
     """
     operands = {"x": _scores(rows), **given.tensors(), "seed": seed, "offset": offset}
-    found = _bind(_sample, operands, given.first, raw, top)
-    tops = [rows.back_of_row(t) for t in found[5:]] if top else (None, None)
-    return Sampled(*found[:5], *tops)
+    found = _bind(_sample, operands, given.first, raw, top, most)
+    tops: list[Any] = [rows.back_of_row(t) for t in found[5:7]] if top else [None, None]
+    return Sampled(*[*found[:5], *tops, _support(found[-1], found[3]) if most else None])
+
+
+def _support(ids: Array, kept: Array) -> Support:
+    """The tokens that rows keep; a row with more than n has none.
+
+    Args:
+        ids: Ids of the kept tokens, by rising id, and then any number, (rows, n).
+        kept: Number of tokens that a row keeps, (rows,).
+    """
+    n, count = ids.shape[-1], kept.reshape(-1)
+    count = jnp.where(count <= n, count, 0)
+    offsets, places = jnp.pad(jnp.cumsum(count), (1, 0)), jnp.arange(n)
+    # The unused places write behind the end, so that no size depends on the data.
+    at = jnp.where(places < count[:, None], offsets[:-1, None] + places, ids.size)
+    return Support(jnp.full(ids.size, -1, jnp.int32).at[at.reshape(-1)].set(ids.reshape(-1), mode="drop"), offsets)
 
 
 def topk_logprobs(logits: Array, rows: Rows, k: int, target: Array | None, options: Mapping[str, Any]) -> TopLogprobs:
