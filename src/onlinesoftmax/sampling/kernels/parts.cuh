@@ -58,7 +58,7 @@ struct Board {
     uint64 of_warps[WARPS][PART_WORDS], of_blocks[CLUSTER][PART_WORDS];
     uint64 arrived;          // the barrier that counts the bytes of `of_blocks`
     uint64 bound;            // the largest key that the block has seen
-    uint64 keys[WARPS];      // the largest key and logit of the first step
+    uint64 keys[WARPS];      // the largest key and logit of the first chunks
     unsigned peaks[WARPS];
     double ratio;
     int again;

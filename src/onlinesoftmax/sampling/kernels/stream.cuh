@@ -6,7 +6,8 @@ constexpr unsigned TILE = TOKENS * THREADS;
 
 // The logits of a thread, step by step, in its own places of shared memory; -inf past the end of the slice.
 struct Stream {
-    const X* ahead;          // the first chunk that is loaded next
+    const X* row;            // the slice
+    const X* ahead;          // the thread's first chunk of the step that is loaded next
     Chunk<X, VECTOR>* own;   // the thread's first place
     unsigned count;          // tokens of the slice
     unsigned whole;          // steps without tokens past the end
@@ -24,11 +25,12 @@ struct Stream {
     __device__ inline Chunk<X, VECTOR>* place(unsigned step, int i) const {
         return own + (step % STAGES * LOADS + i) * THREADS;
     }
-    // Loads a step, or what exists of it.
-    template <bool WHOLE> __device__ inline void load(unsigned step, const X* from) {
+    // Loads the chunks `begin` to `end` - 1 of a step, or what exists of them.
+    template <bool WHOLE> __device__ inline void load(unsigned step, const X* from, int begin, int end) {
         constexpr int NEXT = THREADS * VECTOR;
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
+            if (i < begin || i >= end) continue;
             const unsigned first = WHOLE ? 0 : chunk(step, i);
             if constexpr (ALIGNED) {
                 if (WHOLE || (first < count && count - first >= VECTOR)) copy_async(place(step, i), from + i * NEXT);
@@ -39,16 +41,35 @@ struct Stream {
             }
         }
     }
+    __device__ inline void load(unsigned step, const X* from, int begin, int end) {
+        if (step < whole) load<true>(step, from, begin, end);
+        else if (step * TILE < count) load<false>(step, from, begin, end);
+        if constexpr (ALIGNED) commit();
+    }
     __device__ inline void load(unsigned step) {
         const X* const from = ahead;
         ahead += TILE;
         asm volatile("" : "+l"(ahead));
-        if (step < whole) load<true>(step, from);
-        else if (step * TILE < count) load<false>(step, from);
-        if constexpr (ALIGNED) commit();
+        load(step, from, 0, LOADS);
     }
     __device__ inline void begin() {
-        for (int i = 0; i < (ALIGNED ? STAGES : 1); ++i) load(i);
+        if constexpr (ALIGNED) {
+            // The first chunk comes by itself, because something is made of it while the others are under way.
+            load(0, ahead, 0, 1), load(0, ahead, 1, LOADS);
+            ahead += TILE;
+            for (int i = 1; i < STAGES; ++i) load(i);
+        } else {
+            load(0);
+        }
+    }
+    // Waits for the first chunk of the first step.
+    __device__ inline void peek(float (&z)[VECTOR]) {
+        if constexpr (ALIGNED) wait_groups(STAGES);
+        else arrive(0);
+        if (whole == 0) complete(0, 1);
+        const Chunk<X, VECTOR> first = *place(0, 0);
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) z[j] = wide(first, j);
     }
     // Waits for the logits of a step.  Unless ALIGNED, they travel through registers, and the next ones set out.
     __device__ inline void arrive(unsigned step) {
@@ -58,20 +79,21 @@ struct Stream {
             for (int i = 0; i < LOADS; ++i) *place(step, i) = reinterpret_cast<const Chunk<X, VECTOR>*>(&next)[i];
             load(step + 1);
         }
-        if (step >= whole) complete(step);
+        if (step >= whole) complete(step, LOADS);
     }
-    // Completes the last step.
-    __device__ inline void complete(unsigned step) const {
-#pragma unroll 1
+    // Completes the first chunks of the last step.
+    __device__ inline void complete(unsigned step, int chunks) const {
+#pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             const unsigned first = chunk(step, i);
-            if (first < count && count - first >= VECTOR) continue;
-#pragma unroll 1
+            if (i >= chunks || (first < count && count - first >= VECTOR)) continue;
+            Chunk<X, VECTOR> to = *place(step, i);
+#pragma unroll
             for (int j = 0; j < VECTOR; ++j) {
-                X& to = place(step, i)->at[j];
-                if (first + j >= count) clear(to, false);
-                else if (ALIGNED) to = ahead[i * THREADS * VECTOR + j - int64(STAGES) * TILE];
+                if (first + j >= count) clear(to.at[j], false);
+                else if (ALIGNED) to.at[j] = row[first + j];
             }
+            *place(step, i) = to;
         }
     }
     __device__ inline void take(float (&z)[TOKENS], unsigned step) const {

@@ -54,7 +54,7 @@ __device__ inline float sum_of(const Stream& stream, unsigned step, const Powers
 __device__ inline void add_greedily(Part& own, Powers& mass, Stream& stream, const RowOf& row, unsigned steps) {
     float top = -INF;
     for (unsigned step = 0; step < steps; ++step) {
-        if (step) stream.arrive(step);
+        if (ALIGNED || step) stream.arrive(step);
         float z[TOKENS], peak = -INF, part = 0;
         stream.take(z, step);
         bool has_nan = false;
@@ -80,12 +80,12 @@ __device__ inline void add_greedily(Part& own, Powers& mass, Stream& stream, con
     }
 }
 
-// A bound for the keys of the block from one token of each thread, that with the largest logit of the first step.
-__device__ inline uint64 first_key(const float (&z)[TOKENS], const RowOf& row, float rate) {
+// A bound for the keys of the block from one token of each thread, that with the largest logit of its first chunk.
+__device__ inline uint64 first_key(const float (&z)[VECTOR], const RowOf& row, float rate) {
     float peak = z[0];
     int at = 0;
 #pragma unroll
-    for (int i = 1; i < TOKENS; ++i)
+    for (int i = 1; i < VECTOR; ++i)
         if (z[i] > peak) peak = z[i], at = i;
     const float n = Powers::nearest(peak * rate);
     if (!(n < INF)) return 0;
@@ -131,7 +131,7 @@ __device__ inline void add_with_noise(
     unsigned block = (row.begin + Stream::token(0, 0)) / 4;   // of four tokens: the thread's first one of a step
     // A count down ends with a comparison with 0; the compiler would compute the number of steps again in each.
     for (unsigned step = 0, left = steps; left; --left, ++step, block += TILE / 4) {
-        if (step) stream.arrive(step);
+        if (ALIGNED || step) stream.arrive(step);
         float z[TOKENS], part = 0, of_mass = 0, products = 0;
         unsigned near[GROUPS];
         stream.take(z, step);
@@ -192,6 +192,13 @@ template <class Use> __device__ inline void each_logit(const X* x, int64 cols, U
     for (int64 i = threadIdx.x; i < cols; i += THREADS) use(wide(load_one(x + i)), unsigned(i));
 }
 
+// log(sum * 2^n) with an error of 1e-7: a logarithm in float64 takes long, and all wait for it.
+__device__ inline double log_of(double sum, int n) {
+    const int exponent = int(__double_as_longlong(sum) >> 52) - 1023;
+    const float fraction = float(sum * __longlong_as_double(int64(1023 - exponent) << 52));
+    return double(log(fraction)) + double(n + exponent) * LOG_2;
+}
+
 // Writes the results of a row; returns false for a valid row whose roundings would matter.
 __device__ inline bool write_row(const Unfiltered& p, int64 row, const RowOf& of_row, const Part& own, double ratio, float rate) {
     const float temperature = of_row.temperature;
@@ -199,7 +206,7 @@ __device__ inline bool write_row(const Unfiltered& p, int64 row, const RowOf& of
     const bool valid = sane && !(own.flags & HAS_NAN) && (greedy ? own.key && own.logit > -INF : own.absent != p.cols);
     const bool summed = certain || (!own.flags && own.sum >= 0.25 && fabs(ratio - 1) < 1e-6 && rate > 1e-36f);
     if (valid && !(summed && (greedy || own.key - own.second >= CLOSE))) return false;
-    const double log_sum = log(own.sum) + own.n * LOG_2, logprob = (own.logit * double(rate) * LOG_2 - log_sum) * ratio;
+    const double log_sum = log_of(own.sum, own.n), logprob = (own.logit * double(rate) * LOG_2 - log_sum) * ratio;
     p.token[row] = valid ? own.token : 0;
     p.logprob[row] = !valid ? NOT_A_NUMBER : certain ? 0 : float(logprob);
     p.lse[row] = !valid ? NOT_A_NUMBER : certain ? own.logit : float(log_sum * ratio);
@@ -250,9 +257,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) unfiltered_kerne
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, rank = blockIdx.x % CLUSTER;
     const int64 row = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
     const unsigned count = unsigned(min(p.slice, p.cols - begin));
-    Stream stream{p.x + row * p.stride + begin + threadIdx.x * VECTOR, memory + threadIdx.x, count, count / TILE, {}};
+    const X* const x = p.x + row * p.stride + begin;
+    // These loads go first: they would wait behind those of the logits.
+    const RowOf of_row{load_one(p.temperature + row), uint64(load_one(p.seed + row)), uint64(load_one(p.offset + row)), unsigned(begin)};
+    Stream stream{x, x + threadIdx.x * VECTOR, memory + threadIdx.x, count, count / TILE, {}};
     stream.begin();
-    const RowOf of_row{p.temperature[row], uint64(p.seed[row]), uint64(p.offset[row]), unsigned(begin)};
     if (CLUSTER > 1) {
         if (threadIdx.x == 0 && rank == 0) expect_bytes(&board.arrived, sizeof(board.of_blocks));
         announce_beginning();
@@ -263,12 +272,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) unfiltered_kerne
     // The rate is rounded: logarithms of sums of powers have to be multiplied by this ratio.
     if (threadIdx.x == 0) board.bound = 0, board.ratio = RAW ? LOG2_E / float(LOG2_E) : LOG2_E / (double(temperature) * rate);
 
-    // The largest logit of the first step decides in which units the powers are added up.
-    float z[TOKENS], peak = -INF;
-    stream.arrive(0);
-    stream.take(z, 0);
+    // The largest logit of the first chunks decides in which units the powers are added up.
+    float z[VECTOR], peak = -INF;
+    stream.peek(z);
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) peak = fmax(peak, z[i]);
+    for (int i = 0; i < VECTOR; ++i) peak = fmax(peak, z[i]);
     const unsigned peak_of_warp = __reduce_max_sync(~0u, unsigned(key_of(peak, 0) >> 32));
     uint64 known = largest_of_lanes(greedy ? 0 : first_key(z, of_row, rate));
     if (lane == 0) board.peaks[warp] = peak_of_warp, board.keys[warp] = known;
