@@ -130,7 +130,7 @@ def sample_unfiltered(folder: Path) -> None:
         "token": np.zeros(rows, np.int64), "logprob": np.zeros(rows, np.float32), "lse": np.zeros(rows, np.float32),
         "kept": np.zeros(rows, np.int64), "valid": np.zeros(rows, np.uint8),
     }  # fmt: skip
-    numbers = cols, cols, unfiltered.slice_of(cols, 2)
+    numbers = cols, cols, unfiltered.slice_of(cols, 2), 0, 0, 0
     fields = np.array([*(arrays[name].ctypes.data for name in unfiltered.POINTERS), *numbers])
     shape = unfiltered.Shape("float32", 2, 64, True, False)
     cuda_simulator.simulate_sample(shape, fields, rows, folder, unfiltered)

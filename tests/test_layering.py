@@ -77,6 +77,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "sampling.kernels.unfiltered": {"torch"},
     "sampling.noise": {"torch"},
     "sampling.order": {"torch"},
+    "sampling.prepared": {"torch"},
     "sampling.run": {"torch"},
     "sampling.verification": {"torch"},
     "overrides.calls": {"torch"},

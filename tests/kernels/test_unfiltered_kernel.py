@@ -29,7 +29,7 @@ def simulated(x: Tensor, cluster: int, folder: Path, raw: bool, **given: Tensor)
     whole, real = torch.int64, torch.float32
     out = {"token": whole, "logprob": real, "lse": real, "kept": whole, "valid": torch.bool}
     memory = {"x": x, **given} | {name: torch.full((rows,), 77, dtype=dtype) for name, dtype in out.items()}
-    numbers = x.stride(0), cols, unfiltered.slice_of(cols, cluster)
+    numbers = x.stride(0), cols, unfiltered.slice_of(cols, cluster), 0, 0, 0
     fields = [*(memory[name].data_ptr() for name in unfiltered.POINTERS), *numbers]
     simulate_sample(shape, np.array(fields, np.int64), rows, folder, unfiltered)
     return {name: memory[name] for name in out}
@@ -132,3 +132,21 @@ def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int) -> None:
                 assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
             for name in ("logprob", "lse"):
                 assert torch.allclose(getattr(got, name).cpu(), getattr(want, name), rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.gpu
+def test_prepared_calls_take_other_numbers_and_graphs() -> None:
+    x = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(3))
+    on_gpu, seed, offset = x.cuda(), torch.arange(6).reshape(2, 3), torch.zeros(2, 3, dtype=torch.int64)
+    for step in range(3):
+        for given in ({"seed": step}, {"seed": 7, "offset": step}, {"seed": 5, "temperature": 0.5 * step}):
+            assert torch.equal(osm.sample(on_gpu, **given).token.cpu(), osm.sample(x, **given).token), given
+        of_rows = osm.sample(on_gpu, seed=seed.cuda(), offset=(offset + step).cuda())
+        assert torch.equal(of_rows.token.cpu(), osm.sample(x, seed=seed, offset=offset + step).token)
+    seeds, offsets, graph = seed.cuda(), offset.cuda(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = osm.sample(on_gpu, seed=seeds, offset=offsets)
+    for step in range(3):
+        graph.replay()
+        assert torch.equal(found.token.cpu(), osm.sample(x, seed=seed, offset=offset + step).token)
+        offsets += 1

@@ -97,6 +97,15 @@ def sample(
             "return_support": return_support,
         }  # fmt: skip
         return _of_dtensor(logits, dim, {"softcap": softcap, "bias": bias, "mask": mask}, given)
+    plain = (
+        top_k is None and top_p is None and min_p is None and generator is None and bias is None and mask is None
+        and softcap is None and return_support is None and type(top_logprobs) is int and not top_logprobs
+    )  # fmt: skip
+    if plain and _PREPARED:
+        _, call = _PREPARED[0].look_up_call(logits, temperature, seed, offset, (ties, logprobs, dim))
+        if call is not None:
+            ready: Sampled = call(logits, temperature, seed, offset)
+            return ready
     arguments, run = _modules("sample", logits)
     x = arguments.checked_logits("sample", logits, dim, 1.0, softcap, bias, mask)
     given = arguments.checked_parameters(x, temperature, top_k, top_p, min_p, ties)
@@ -104,6 +113,12 @@ def sample(
     top = arguments.checked_count(x, "top_logprobs", top_logprobs, 0)
     most = None if return_support is None else arguments.checked_count(x, "return_support", return_support, 1)
     found: Sampled = run.sample(x, given, *arguments.checked_seeds(x, seed, offset, generator), raw, top, most or 0)
+    if plain and not isinstance(logits, np.ndarray):
+        from . import prepared
+
+        others = ties, logprobs, dim
+        if prepared.prepare(logits, (temperature, seed, offset), others, raw) and not _PREPARED:
+            _PREPARED.append(prepared)
     return found
 
 
@@ -203,6 +218,10 @@ def verify(
     seeds = arguments.checked_seeds(rows, seed, offset, generator)
     found: Verified = run.verify(target, draft_tokens, draft, given, *seeds)
     return found
+
+
+_PREPARED: list[Any] = []
+"""The module prepared.py, once it has prepared a call: an import statement takes the host a microsecond."""
 
 
 def _modules(function: str, logits: Any) -> tuple[Any, Any]:

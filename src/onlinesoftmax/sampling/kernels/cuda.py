@@ -26,7 +26,8 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         parameters, seed, offset, raw, top: As for `sample` in run.py.
     """
     if is_unfiltered(parameters.filters, top):
-        return unfiltered.sample(scores, parameters.temperature, seed, offset, raw)
+        run = unfiltered.bind(scores, (len(scores),), raw)
+        return None if run is None else run(scores, parameters.temperature, seed, offset)
     rows, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
     if refusal(dtype, rows, scores.stride(1) == 1) or top > MOST_TOP:

@@ -11,9 +11,10 @@
 
 struct Unfiltered {
     const X* x;
-    const float* temperature; const int64* seed; const int64* offset;
+    const float* temperature; const int64* seed; const int64* offset;   // null for the numbers below
     int64* token; float* logprob; float* lse; int64* kept; unsigned char* valid;
     int64 stride, cols, slice;
+    int64 temperature_bits, seed_number, offset_number;   // the same for all rows
 };
 
 // A word of shared memory that other threads change meanwhile.
@@ -259,7 +260,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) unfiltered_kerne
     const unsigned count = unsigned(min(p.slice, p.cols - begin));
     const X* const x = p.x + row * p.stride + begin;
     // These loads go first: they would wait behind those of the logits.
-    const RowOf of_row{load_one(p.temperature + row), uint64(load_one(p.seed + row)), uint64(load_one(p.offset + row)), unsigned(begin)};
+    const RowOf of_row{
+        p.temperature ? load_one(p.temperature + row) : __uint_as_float(unsigned(p.temperature_bits)),
+        uint64(p.seed ? load_one(p.seed + row) : p.seed_number),
+        uint64(p.offset ? load_one(p.offset + row) : p.offset_number), unsigned(begin)};
     Stream stream{x, x + threadIdx.x * VECTOR, memory + threadIdx.x, count, count / TILE, {}};
     stream.begin();
     if (CLUSTER > 1) {

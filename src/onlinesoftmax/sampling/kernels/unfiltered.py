@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from collections.abc import Callable
+from functools import cache, lru_cache
+from struct import Struct
 from typing import NamedTuple
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
 
 from ...core.device import Device
 from ...core.options import LARGEST_FLOAT32
@@ -16,6 +19,7 @@ from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
 from ...kernels.cuda.source import declarations, program, typed
 from ...torch.device import from_torch
+from ...torch.fast_path import MOST_ENTRIES
 from ..masses import MASS_BITS, POWER_OF_TWO
 from ..philox import ROUNDS
 from ..results import Sampled
@@ -34,7 +38,7 @@ FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)
 POINTERS = ("x", "temperature", "seed", "offset", "token", "logprob", "lse", "kept", "valid")
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
-NUMBERS = ("stride", "cols", "slice")
+NUMBERS = ("stride", "cols", "slice", "temperature_bits", "seed_number", "offset_number")
 
 TOKENS = 16
 """Tokens of a thread in a step."""
@@ -118,45 +122,88 @@ def prologue(shape: Shape) -> str:
     return declarations({"X": shape.dtype}, [*typed(numbers), *constants])
 
 
-def sample(scores: Tensor, temperature: Tensor, seed: Tensor, offset: Tensor, raw: bool) -> Sampled | None:
-    """A token of each row of logits (rows, tokens) on a GPU; None if the kernel does not take them.
+Run = Callable[[Tensor, Tensor | float, Tensor | int, Tensor | int], Sampled]
+
+
+def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
+    """The function run(x, temperature, seed, offset) that samples a token of each row; None if the kernel does not.
+
+    x has its rows where `scores` has them.  The others are numbers, or contiguous tensors with one a row: float32
+    or int64.
 
     Args:
-        scores: Logits that are the scores: no score option is given.
-        temperature, seed, offset: Of each row.
+        scores: Logits (rows, tokens) on a GPU that are the scores: no score option is given.
+        rows: Shape of the results.
         raw: As for `sample` in run.py.
     """
-    rows, cols = scores.shape
+    count, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
-    if refusal(dtype, rows, scores.stride(1) == 1) or cols >> 32:
+    if refusal(dtype, count, scores.stride(1) == 1) or cols >> 32:
         return None
     aligned = not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
-    shape = shape_of(rows, cols, dtype, aligned, raw, from_torch("cuda", index))
-    if rows * shape.cluster >= 1 << 31:
+    shape = shape_of(count, cols, dtype, aligned, raw, from_torch("cuda", index))
+    if count * shape.cluster >= 1 << 31:
         return None
-    whole, real, device = torch.int64, torch.float32, scores.device
-    token, kept = (torch.empty(rows, dtype=whole, device=device) for _ in range(2))
-    logprob, lse = (torch.empty(rows, dtype=real, device=device) for _ in range(2))
-    valid = torch.empty(rows, dtype=torch.bool, device=device)
-    pool = _pool(shape, index)
-    call = pool.take(index)
-    tensors = scores, temperature, seed, offset, token, logprob, lse, kept, valid
-    call.fields[: len(tensors)] = [t.data_ptr() for t in tensors]
-    call.fields[len(tensors) :] = [scores.stride(0), cols, slice_of(cols, shape.cluster)]
-    call.config.grid[0] = rows * shape.cluster
-    call.config.stream = torch._C._cuda_getCurrentRawStream(index)
-    driver.launch(call, index, "launching unfiltered_kernel")
-    pool.give_back(call)
-    return Sampled(token, logprob, lse, kept, valid, None, None)
+    return _bound(shape, rows, count, scores.stride(0), cols, index)
 
 
-@cache
-def _pool(shape: Shape, index: int) -> driver.ArgumentPool:
-    """The arguments of launches."""
+@lru_cache(MOST_ENTRIES)
+def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: int, index: int) -> Run:
+    """`bind` of rows of these properties."""
+    steps = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
+    device = torch.device("cuda", index)
+    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    launch, dynamic = driver.library().cuLaunchKernelEx, dynamic_bytes(shape)
 
     def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(1, 1, shape.threads, dynamic_bytes(shape), shape.cluster, False)
-        kernel = loaded(source(shape), NAME, index, dynamic_bytes(shape), shape.cluster)
-        return driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
+        config = driver.launch_config(count * shape.cluster, 1, shape.threads, dynamic, shape.cluster, False)
+        kernel = loaded(source(shape), NAME, index, dynamic, shape.cluster)
+        call = driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
+        call.fields[_STRIDE : _STRIDE + 3] = [stride, cols, slice_of(cols, shape.cluster)]
+        return call
 
-    return driver.ArgumentPool(new_call)
+    def empty(rows: tuple[int, ...], _: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(rows, dtype=dtype, device=device)
+
+    pool = driver.ArgumentPool(new_call)
+    take, give_back = pool.take, pool.give_back
+
+    def run(x: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int) -> Sampled:
+        # The allocation of compiled code takes half the host time of torch.empty.
+        new = _empty_strided_cuda if current_device() == index else empty
+        token, kept, valid = new(rows, steps, _WHOLE), new(rows, steps, _WHOLE), new(rows, steps, _FLAG)
+        logprob, lse = new(rows, steps, _REAL), new(rows, steps, _REAL)
+        call = take(index)
+        fields = call.fields
+        fields[0] = x.data_ptr()
+        if isinstance(temperature, Tensor):
+            fields[1] = temperature.data_ptr()
+        else:
+            fields[1], fields[_NUMBER] = 0, _bits_of(temperature)
+        for i, value in (2, seed), (3, offset):
+            if isinstance(value, Tensor):
+                fields[i] = value.data_ptr()
+            else:
+                fields[i], fields[_NUMBER - 1 + i] = 0, value
+        fields[4], fields[5], fields[6] = token.data_ptr(), logprob.data_ptr(), lse.data_ptr()
+        fields[7], fields[8] = kept.data_ptr(), valid.data_ptr()
+        call.config.stream = stream_of(index)
+        status = launch(*call.addresses)
+        if status:
+            driver.check(driver.retry_with_context(status, call.addresses, index), "launching unfiltered_kernel")
+        give_back(call)
+        return Sampled(token, logprob, lse, kept, valid, None, None, None)
+
+    return run
+
+
+_STRIDE, _NUMBER = len(POINTERS), len(POINTERS) + 3
+_WHOLE, _REAL, _FLAG = torch.int64, torch.float32, torch.bool
+
+
+def _bits_of(x: float) -> int:
+    """The bits of a number in float32."""
+    return int.from_bytes(_FLOAT.pack(x), "little")
+
+
+_FLOAT = Struct("<f")
