@@ -37,6 +37,7 @@ def sample(
             `jax.random.key(7)` gives the tokens of the seed 7: the last two words of a key are the high and the low
             half of the seed.  Equal rows with one seed get the same token, so give each row its own, or its own offset.
         logits: Floating-point array of any shape.
+            The words of `jax.random.PRNGKey`, which have no type of their own, are taken for two seeds.
         temperature: Divisor of the scores; 0 for the largest score, of equal ones that with the lowest token id.  This
             and each of the following is a number, or an array that broadcasts to the shape of the rows.
         top_k: Number of tokens to keep; None, 0, -1 or too many for all.
