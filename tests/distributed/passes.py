@@ -96,5 +96,8 @@ def compiled_by_inductor(first: int, end: int) -> None:
 
 
 def everything(first: int, end: int) -> None:
-    for check in (softmax_by_kernels, label_smoothing_by_kernels, long_rows_are_cut_into_pieces, a_compiled_loss):
+    for check in (softmax_by_kernels, label_smoothing_by_kernels, long_rows_are_cut_into_pieces):
         check(first, end)
+    if device().type == "cuda" or dist.get_world_size() > 2:
+        # On a CPU, three processes trace it, one of them without columns.
+        a_compiled_loss(first, end)

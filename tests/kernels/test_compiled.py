@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from dataclasses import replace
 
 import pytest
 
 import onlinesoftmax as osm
+from cuda_algebra import FORMS, PAIRS, Form, algebra_source
 from onlinesoftmax.core import device as devices
 from onlinesoftmax.explanation import Explanation
 from onlinesoftmax.kernels import registry
+from onlinesoftmax.kernels.cuda import compile, source
 from onlinesoftmax.kernels.cuda.source import kernel_file
 from onlinesoftmax.kernels.report import Kernel, cuobjdump, find_cuobjdump, occupancy
 from onlinesoftmax.ops import OPERATIONS
@@ -156,3 +160,17 @@ def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, ar
         # A block fits beside blocks of another kernel that still run.
         assert found["registers"] * THREADS <= 40 * 1024
         assert not found.get("spills")
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(("form", "pair"), [*itertools.product(FORMS, PAIRS)], ids=str)
+def test_the_algebra_of_states_compiles(form: Form, pair: tuple[str, str]) -> None:
+    """The kernels that test_law runs; the architectures take turns."""
+    arch = ("sm_80", "sm_90", "sm_100")[(FORMS.index(form) + PAIRS.index(pair)) % 3]
+    compile.build(algebra_source(form, *pair), arch)
+
+
+@pytest.mark.parametrize("name", [*source.FILES, *sorted({n for names in source.KERNEL_FILES.values() for n in names})])
+def test_no_lambda_is_generic(name: str) -> None:
+    """NVRTC 13.0 takes a lambda whose parameters are `auto` for a function of the host, and refuses it."""
+    assert not re.search(r"\[[&=]?\]\([^)]*\bauto\b", source.text(f"{name}.cuh"))
