@@ -103,8 +103,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         _leave_out_of_collections()
 
 
+def _turn(item: pytest.Item) -> int:
+    """0 for a test that begins early, 1 for the last of these, 2 for the others."""
+    early = item.get_closest_marker("early")
+    return 2 if early is None else int(early.kwargs.get("last", False))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "early" not in item.keywords)
+    items.sort(key=_turn)
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is False")

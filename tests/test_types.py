@@ -40,8 +40,9 @@ def needs(*modules: str) -> None:
         pytest.skip("needs the settings of the source folder")
 
 
-@pytest.mark.early
+@pytest.mark.early(last=True)
 def test_mypy_finds_the_types_and_the_mistakes() -> None:
+    """In CI, mypy checks the package beside the tests, and this test then finds its cache."""
     needs("mypy")
     assert errors("mypy", "--config-file", str(ROOT / "pyproject.toml"), str(TYPED / "calls.py")) == ""
 
