@@ -45,7 +45,7 @@ REMOVED_BARRIERS = (
     ("cluster", "row/block_reduce.cuh", "__syncthreads();"),
     (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
     ("reduction", "pass/reduction.cuh", "__syncthreads();"),
-    ("sample", "exchange.cuh", "__syncthreads();   // before the words of warps are overwritten"),
+    ("sample", "exchange.cuh", "__syncthreads();"),
     ("unfiltered", "parts.cuh", "__syncthreads();"),
 )
 """Kernels, and barriers that they need: the first such statement of a file."""

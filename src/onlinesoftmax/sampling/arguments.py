@@ -6,7 +6,7 @@ The rules for all libraries stand in rules.py.
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from ..core.arrays import broadcasts
 from ..torch.arguments import TORCH
 from ..torch.eager import scores_of
+from ..torch.fast_path import is_transformed
+from ..torch.formulas import PLAIN_TYPES
 from . import rules
 from .rules import LARGEST_INT64, Parameters, checked_between, checked_choice, checked_count, checked_target
 
@@ -85,7 +87,17 @@ def checked_of_rows(logits: Logits, argument: str, value: Any, dtype: str, low: 
             )
         return value.detach().to(wide).expand(logits.rows).reshape(count).contiguous()
     number = checked_between(logits, argument, value, whole, low, high)
-    return torch.full((count,), number, dtype=wide, device=x.device)
+    traced = torch.compiler.is_compiling() or is_transformed()
+    # A CUDA graph owns its memory.
+    if not x.is_cuda or type(x) not in PLAIN_TYPES or traced or torch.cuda.is_current_stream_capturing():
+        return torch.full((count,), number, dtype=wide, device=x.device)
+    return _filled(count, number, wide, x.get_device(), torch._C._cuda_getCurrentRawStream(x.get_device()))
+
+
+@lru_cache(maxsize=32)
+def _filled(count: int, number: float, dtype: torch.dtype, index: int, stream: int) -> Tensor:
+    """A tensor of one number, kept for the next calls on a stream: to fill one is a kernel of its own."""
+    return torch.full((count,), number, dtype=dtype, device=index)
 
 
 def checked_parameters(logits: Logits, temperature: Any, top_k: Any, top_p: Any, min_p: Any, ties: Any) -> Parameters:

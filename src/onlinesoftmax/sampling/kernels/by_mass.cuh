@@ -7,6 +7,9 @@
 // Keys in the list of the tokens between the scores, and in that of the tokens that may win.
 constexpr int MOST_BETWEEN = 2048, MOST_RIVALS = 1024;
 
+// Part of a bin that the window takes on both sides, for the errors of the estimate.
+constexpr float MARGIN = 0.125f;
+
 // Scores: a token from `high` on is kept, and one below `low` is not.
 struct Window { float high, low; };
 
@@ -14,54 +17,55 @@ struct Window { float high, low; };
 // none has a probability of 10^-8.  The factor of chances has 0.1 % for rounding.
 constexpr float RIVALS = 2.9f, EXP_RIVALS = 18.193f;
 
-// The bin in which the masses of a row reach the goal of top_p, nearly, and the mass that is kept, nearly.
-struct Estimate { int bin; uint64 mass; };
+// The bin in which the masses of a row reach the goal of top_p, nearly, and the mass that is kept, nearly, in units of
+// the largest.  All blocks compute the same.
+struct Estimate { int bin; float mass; };
 
-__device__ inline Estimate estimate(const Row& row, Slice& slice, const Spread& spread, float x_least) {
-    constexpr int PAIRS = SPREAD / 2 / THREADS;
+__device__ inline Estimate estimate(const Row& row, Slice& slice, const Spread& spread, Board* board, float least) {
+    constexpr int OWN = SPREAD / THREADS;
     const int thread = threadIdx.x;
     Exchange& exchange = *slice.exchange;
-    uint64 bins[2 * PAIRS], sum[2] = {0, 0};   // sums: of bin 0, and of what min_p keeps
-    unsigned counts[2 * PAIRS] = {};
-#pragma unroll 1
-    for (int block = 0; block < CLUSTER; ++block)
-#pragma unroll
-        for (int i = 0; i < PAIRS; ++i) {
-            const uint64 two = two_counts(spread, thread * PAIRS + i, block);
-            counts[2 * i] += unsigned(two), counts[2 * i + 1] += unsigned(two >> 32);
-        }
+    if (thread == 0) exchange.found[0] = 0, board->peak = 0;
+    __syncthreads();
+    unsigned counts[OWN] = {};
 #pragma unroll 1
     for (int block = 0; block < CLUSTER; ++block) {
-        const int above = int(exchange.blocks[slice.buffer ^ 1][block][3]);
-#pragma unroll 1
-        for (int i = thread; i < above; i += THREADS) {
-            const float x = score_of(get_word(&spread.above[i], block));
-            const uint64 mass = mass_of(below(x, row.m), row.rate);
-            sum[0] += mass, sum[1] += x >= x_least ? mass : 0;
+#pragma unroll
+        for (int i = 0; i < OWN; i += 2) {
+            const uint64 two = two_counts(spread, (thread * OWN + i) / 2, block);
+            counts[i] += unsigned(two), counts[i + 1] += unsigned(two >> 32);
         }
-    }
-    uint64 own = 0;
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; ++i) {
-        const int bin = thread * 2 * PAIRS + i;
-        const float x = spread.score(bin + 0.5f);
-        bins[i] = bin ? __float2ull_rn(counts[i] * raw_mass(fmin(x - row.m, 0.0f), row.rate)) : 0;
-        own += bins[i], sum[1] += x >= x_least ? bins[i] : 0;
-    }
-    slice.merge_threads(sum, [](uint64 (&to)[2], const uint64* other) { to[0] += other[0], to[1] += other[1]; });
-    if (thread == 0) bins[0] = sum[0], own += sum[0];
-    uint64 total, before = slice.scan(own, total);
-    const uint64 goal = row.goal(max(total, uint64(1)));
-    if (thread == 0) exchange.found[0] = SPREAD - 1;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 2 * PAIRS; ++i) {
-        if (before < goal && before + bins[i] >= goal) exchange.found[0] = thread * 2 * PAIRS + i;
-        before += bins[i];
+        // Sums of whole numbers are the same in all blocks.
+        const int above = int(exchange.blocks[slice.buffer ^ 1][block][3]);
+        if (thread < above)
+            atomicAdd(&exchange.found[0], mass_of(below(score_of(get_word(&spread.above[thread], block)), row.m), row.rate));
     }
     __syncthreads();
-    const uint64 mass = min(row.top_p < 1 ? goal : total, sum[1]);
-    return {int(exchange.found[0]), max(mass, uint64(1) << MASS_BITS)};
+    float bins[OWN], own = 0;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        const float z = fmin(spread.score(thread * OWN + i + 0.5f) - row.m, 0.0f);
+        bins[i] = counts[i] * exp2f(z * row.rate);
+        if (thread + i == 0) bins[i] = float(int64(exchange.found[0])) / (uint64(1) << MASS_BITS);
+        if (thread * OWN + i == SPREAD - 1) bins[i] = 0;
+        own += bins[i];
+    }
+    float total;
+    const float before = slice.scan(own, total);
+    const float goal = float(row.top_p) * total;
+    // The bins in which the goal, and the least score of min_p, are: the last with less before them.
+    int bin = -1;
+    float sum = before;
+#pragma unroll
+    for (int i = 0; i < OWN; ++i) {
+        if (sum < goal) bin = thread * OWN + i;
+        if (thread * OWN + i == int(fmax(fmin(spread.position(least), SPREAD - 1.0f), 0.0f))) exchange.found[1] = __float_as_uint(sum);
+        sum += bins[i];
+    }
+    raise(&board->peak, unsigned(bin + 1));
+    __syncthreads();
+    const float mass = fmin(fmin(goal, total), __uint_as_float(unsigned(exchange.found[1])));
+    return {max(int(board->peak) - 1, 0), fmax(mass, 1.0f)};
 }
 
 // The sums of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it.
@@ -99,8 +103,9 @@ __device__ inline void pass(
                 const uint64 whole = __float2ull_rn(mass);
                 sums[TOTAL] += whole, chance[j] = mass * limit;
                 if (x >= window.high) sums[ABOVE] += whole, kept |= 1u << j;
-                else if (x >= window.low) sums[BETWEEN] += whole, listed |= 1u << j;
+                if (x >= window.low) listed |= 1u << j;
             }
+            listed &= ~kept;
             if (!(kept | listed)) continue;
             number += __popc(kept);
             const Words words = philox(token / 4, offset, seed);
@@ -113,8 +118,10 @@ __device__ inline void pass(
 #pragma unroll 1
             for (unsigned left = won | listed; left; left &= left - 1) {
                 const int j = __ffs(left) - 1;
-                const uint64 key = key_of(wide(slice.x[i + group + j]), token + j);
+                const float x = wide(slice.x[i + group + j]);   // the registers cannot be indexed
+                const uint64 key = key_of(x, token + j);
                 if (listed >> j & 1) {
+                    sums[BETWEEN] += mass_of(__fadd_rn(x, -m), rate);
                     const unsigned at = atomicAdd(&board->counts[0], 1u);
                     if (at < MOST_BETWEEN) between[at] = key;
                 }
@@ -180,21 +187,21 @@ __device__ inline Outcome finish(
     return {sums[0] + found.sums[ABOVE], 0, sums[2] + found.sums[NUMBER], sums[3], sums[4]};
 }
 
-// The outcome of a row, in block 0; false where its candidates do not fit the lists.
+// The outcome of a row, in block 0, in shared memory; false where its candidates do not fit the lists.
 __device__ inline bool choose_by_mass(
-    const Row& row, Slice& slice, const Spread& spread, uint64* list, Board* board, Found& found, Kept& kept, Outcome& outcome
+    const Row& row, Slice& slice, const Spread& spread, uint64* list, Board* board, Found& found, Result& result
 ) {
     uint64 *const between = list + FEW, *const rivals = between + MOST_BETWEEN;
     // The masses need no care for scores that differ by more than a float32 number can.
     if (row.m == INF || row.m - -LARGEST_FLOAT32 == INF || row.rate < 1e-30f) return false;
     const float least = row.least == -INF ? -LARGEST_FLOAT32 : least_score(row.m, row.least);
-    const Estimate near = estimate(row, slice, spread, least);
+    const Estimate near = estimate(row, slice, spread, board, least);
     const bool cuts = row.top_p < 1;
     Window window{INF, -INF};
-    if (near.bin) window.high = spread.score(near.bin - 0.25f);
-    window = {fmax(window.high, least), fmax(spread.score(near.bin + 1.25f), least)};
+    if (near.bin > 0) window.high = spread.score(near.bin - MARGIN);
+    window = {fmax(window.high, least), fmax(spread.score(near.bin + 1 + MARGIN), least)};
     if (!cuts) window = {least, least};
-    const float limit = EXP_RIVALS / float(int64(near.mass));
+    const float limit = EXP_RIVALS / (uint64(1) << MASS_BITS) / near.mass;
     bool reached = false;   // the goal of top_p
 #pragma unroll 1
     for (int turn = 0; turn < 4; ++turn) {
@@ -213,12 +220,11 @@ __device__ inline bool choose_by_mass(
     wait_for_cluster();
     uint64 failed[] = {0};
     if (slice.rank == 0) {
-        outcome = finish(row, slice, found, reached, between, rivals, kept);
+        Kept kept{0, -INF};
+        const Outcome outcome = finish(row, slice, found, reached, between, rivals, kept);
+        if (threadIdx.x == 0) result.kept = kept, result.outcome = outcome;
         // Tokens that are not among the rivals have smaller sums than this.
-        if (threadIdx.x == 0) {
-            const double bound = row.divisor * (natural_log(double(int64(near.mass))) - MASS_BITS * LOG_2 - RIVALS);
-            failed[0] = outcome.sum < ordered(bound);
-        }
+        failed[0] = outcome.sum < ordered(row.divisor * (natural_log(near.mass) - RIVALS));
     }
     bool fails = false;
     slice.share(failed, [&](const uint64* of_block, int) { fails |= of_block[0] != 0; });

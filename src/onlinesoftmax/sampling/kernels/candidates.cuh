@@ -11,48 +11,47 @@ static_assert(CAPACITY == FEW + TILE, "room for one tile");
 
 // Shared by the threads of a block.
 struct Board {
-    unsigned count;       // keys in the list
-    float threshold;      // no token below it is inserted
-    unsigned sums[3];
-    uint64 found[2];
-    unsigned counts[2];   // keys in other lists
+    unsigned count;          // keys in the list
+    float threshold;         // no token below it is inserted
+    unsigned peak, trough;   // words of the largest score so far, and of the least of the first tile, inverted
+    unsigned counts[2];      // keys in other lists
 };
 
-// The largest number, of `bits` leading bits, that the numbers of at least n threads reach.
+// Raises a word of shared memory to the largest of the numbers of all threads, before the next barrier.
+__device__ inline void raise(unsigned* to, unsigned own) {
+    own = __reduce_max_sync(~0u, own);
+    if (threadIdx.x % 32 == 0) atomicMax(to, own);
+}
+
+// A number, of `bits` leading bits, that the numbers of at least n threads reach, and hardly more if possible.
 __device__ inline unsigned reached(unsigned own, int n, int bits) {
     unsigned found = 0;
 #pragma unroll 1
     for (unsigned bit = 1u << 31; bits; bit /= 2, --bits) {
         const int count = __syncthreads_count(own >= (found | bit));
         if (count >= n) found |= bit;
-        if (count == n) break;
+        if (count >= n && count <= n + n / 8) break;
     }
     return found;
 }
 
-// A number that only the n largest score words of a list reach, and those that equal the last of them.
-__device__ inline unsigned reached(const uint64* list, int count, int n, Board* board) {
-    const int thread = threadIdx.x;
-    if (count <= THREADS) return reached(thread < count ? unsigned(list[thread] >> 32) : 0, n, 32);
-    if (thread == 0) board->sums[0] = 0;
-    __syncthreads();
-    unsigned found = 0;
-    int turn = 0;
+// A number that at least n score words of a list reach, and at most half as many more if possible.  All are between
+// `least` and `most`.
+__device__ inline unsigned reached(const uint64* list, int count, int n, unsigned least, unsigned most) {
+    unsigned bit = 1u << 31;
+    while (bit && !((least ^ most) & bit)) bit /= 2;
+    unsigned found = bit ? most & ~(2 * bit - 1) : most;   // the leading bits that all have
 #pragma unroll 1
-    for (unsigned bit = 1u << 31; bit; bit /= 2) {
+    for (; bit; bit /= 2) {
         const unsigned tried = found | bit;
         int sum = 0;
 #pragma unroll 1
-        for (int i = thread; i < count; i += THREADS) sum += unsigned(list[i] >> 32) >= tried;
-        sum = add_lanes(sum);
-        if (thread % 32 == 0) atomicAdd(&board->sums[turn], unsigned(sum));
-        const int next = turn == 2 ? 0 : turn + 1;
-        // All threads have read this sum before the last barrier.
-        if (thread == 0) board->sums[next] = 0;
-        __syncthreads();
-        sum = int(board->sums[turn]), turn = next;
+        for (int first = 0; first < count; first += THREADS) {
+            const int i = first + threadIdx.x;
+            sum += __syncthreads_count(i < count && unsigned(list[i] >> 32) >= tried);
+        }
         if (sum >= n) found = tried;
-        if (sum == n) break;
+        if (sum >= n && sum <= n + n / 2) break;
     }
     return found;
 }
@@ -71,9 +70,9 @@ __device__ inline void compact(uint64* list, unsigned least, Board* board) {
     __syncthreads();
 }
 
-// Cuts a list to its n largest keys, and those that equal the last of them.
-__device__ __noinline__ void cut(uint64* list, int n, Board* board) {
-    const unsigned least = reached(list, board->count, n, board);
+// Cuts a list to its n largest keys and some more, of which the largest has the score word `most`.
+__device__ __noinline__ void cut(uint64* list, int n, unsigned most, Board* board) {
+    const unsigned least = reached(list, board->count, n, word_of(board->threshold), most);
     compact(list, least, board);
     if (threadIdx.x == 0) board->threshold = fmax(finite_score(least), board->threshold);
     __syncthreads();

@@ -33,6 +33,9 @@ struct Row {
 // score and noise, in the order of integers, and the sort key of its token.
 struct Outcome { uint64 mass, raw, kept, sum, winner; };
 
+// What is kept of a row and what was sampled, in shared memory.
+struct Result { Kept kept; Outcome outcome; };
+
 __device__ inline void merge_outcomes(uint64 (&to)[5], const uint64* other) {
     to[0] += other[0], to[1] += other[1], to[2] += other[2];
     if (other[3] > to[3] || (other[3] == to[3] && unsigned(other[4]) > unsigned(to[4]))) to[3] = other[3], to[4] = other[4];
@@ -44,27 +47,25 @@ __device__ inline double sum_of(const Row& row, uint64 key) {
     return row.greedy ? z : z + row.divisor * gumbel(token_of(key), row.offset, row.seed);
 }
 
-// The mass of the keys of a list.
-__device__ inline uint64 mass_of_list(const Row& row, Slice& slice, const uint64* list, int count, Kept kept) {
-    uint64 mass[] = {0};
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += THREADS) mass[0] += row.keeps(list[i], kept) ? row.mass(list[i]) : 0;
-    slice.merge_threads(mass, [](uint64 (&to)[1], const uint64* other) { to[0] += other[0]; });
-    return mass[0];
-}
-
-// The key of a sorted list at which the running sum of the masses, from `before` on, reaches the goal.
+// The key of a sorted list at which the running sum of the masses, from `before` on, reaches the goal: that of all masses
+// of the list if it is 0.
 __device__ inline uint64 key_at_mass(
     const Row& row, Slice& slice, const uint64* list, int count, Kept kept, uint64 before, uint64 goal
 ) {
 #pragma unroll 1
-    for (int first = 0; first < count; first += THREADS) {
-        const int i = first + threadIdx.x;
-        const uint64 own = i < count && row.keeps(list[i], kept) ? row.mass(list[i]) : 0;
-        uint64 total;
-        const uint64 sum = before + slice.scan(own, total);
-        if (sum < goal && sum + own >= goal) slice.exchange->found[0] = list[i];
-        before += total;
+    for (bool again = true; again;) {
+        again = !goal;
+        uint64 sum = before;
+#pragma unroll 1
+        for (int first = 0; first < count; first += THREADS) {
+            const int i = first + threadIdx.x;
+            const uint64 own = i < count && row.keeps(list[i], kept) ? row.mass(list[i]) : 0;
+            uint64 total;
+            const uint64 above = sum + slice.scan(own, total);
+            if (above < goal && above + own >= goal) slice.exchange->found[0] = list[i];
+            sum += total;
+        }
+        if (again) goal = row.goal(sum);
     }
     __syncthreads();
     return slice.exchange->found[0];
@@ -74,10 +75,7 @@ __device__ inline uint64 key_at_mass(
 __device__ inline Outcome choose(const Row& row, Slice& slice, const uint64* list, int count, Kept& kept) {
     if (row.greedy) return {uint64(1) << MASS_BITS, 0, 1, 0, list[0]};
     if (row.k && row.k <= count) kept.key = row.with_ties(list[row.k - 1]);
-    if (row.top_p < 1) {
-        const uint64 goal = row.goal(mass_of_list(row, slice, list, count, kept));
-        kept.key = max(kept.key, row.with_ties(key_at_mass(row, slice, list, count, kept, 0, goal)));
-    }
+    if (row.top_p < 1) kept.key = max(kept.key, row.with_ties(key_at_mass(row, slice, list, count, kept, 0, 0)));
     kept.least = row.least;
     uint64 sums[5] = {0, 0, 0, 0, 0};
     Best best{-INF, 0};

@@ -7,12 +7,14 @@
 constexpr int WORDS = 8, WARPS = THREADS / 32, BINS = 128;
 struct Exchange {
     uint64 of_warps[WARPS][WORDS];
-    uint64 mine[WORDS];
     uint64 blocks[2][CLUSTER][WORDS];
     uint64 bins[BINS];
     uint64 bins_of_blocks[2][CLUSTER][BINS];
     uint64 found[2];
 };
+
+// Moves the line of this address to the L2 cache.
+__device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
 
 // A slice of a row, and this thread's view of it.
 struct Slice {
@@ -71,15 +73,11 @@ struct Slice {
         __syncthreads();   // before the words of warps are overwritten
     }
 
-    // Gives `words` of each block, which its thread 0 has, to all threads: fold(words, block) for each block.
+    // Gives `words` of each block, which all its threads have, to all threads: fold(words, block) for each block.
     template <int N, class Fold> __device__ inline void share(const uint64 (&words)[N], Fold fold) {
-        const int thread = threadIdx.x;
-        if (thread == 0)
+        if (threadIdx.x < CLUSTER)
 #pragma unroll
-            for (int i = 0; i < N; ++i) exchange->mine[i] = words[i];
-        __syncthreads();
-#pragma unroll 1
-        for (int i = thread; i < N * CLUSTER; i += THREADS) put_word(&exchange->blocks[buffer][rank][i % N], exchange->mine[i % N], i / N);
+            for (int i = 0; i < N; ++i) put_word(&exchange->blocks[buffer][rank][i], words[i], threadIdx.x);
         wait_for_cluster();
 #pragma unroll 1
         for (int block = 0; block < CLUSTER; ++block) fold(&exchange->blocks[buffer][block][0], block);
@@ -102,22 +100,25 @@ struct Slice {
     }
 
     // The sum of the numbers of the threads before this one; `total` is that of all threads of the block.
-    __device__ inline uint64 scan(uint64 own, uint64& total) {
+    template <class T> __device__ inline T scan(T own, T& total) {
+        T* const of_warps = reinterpret_cast<T*>(exchange->of_warps);
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        const auto scan_lanes = [&](uint64 x) {
+        const auto before = [&](T x) {
+            T sum = x;
 #pragma unroll 1
             for (int step = 1; step < 32; step *= 2) {
-                const uint64 other = from_lane(x, lane >= step ? lane - step : lane);
-                if (lane >= step) x += other;
+                const T other = from_lane(sum, lane >= step ? lane - step : lane);
+                if (lane >= step) sum += other;
             }
-            return x;
+            total = from_lane(sum, 31);
+            const T others = from_lane(sum, lane ? lane - 1 : 0);
+            return lane ? others : T(0);
         };
-        const uint64 sum = scan_lanes(own);
-        if (lane == 31) exchange->of_warps[warp][0] = sum;
+        const T of_lanes = before(own);
+        if (lane == 0) of_warps[warp] = total;
         __syncthreads();
-        const uint64 of_lane = lane < WARPS ? exchange->of_warps[lane][0] : 0, sums = scan_lanes(of_lane);
-        total = from_lane(sums, 31);
+        const T of_others = before(lane < WARPS ? of_warps[lane] : T(0));
         __syncthreads();   // before the words of warps are overwritten
-        return from_lane(sums - of_lane, warp) + sum - own;
+        return from_lane(of_others, warp) + of_lanes;
     }
 };

@@ -46,7 +46,9 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
 struct Seen { bool fits; uint64 count, offset; };
 
 // Reads the slice: lists the tokens that can be among the wanted ones, counts the scores, and finds the largest.
-__device__ inline Seen first_pass(const Sampling& p, Row& row, Slice& slice, Spread& spread, uint64* list, Board* board) {
+__device__ inline void first_pass(
+    const Sampling& p, Row& row, Slice& slice, Spread& spread, uint64* list, Board* board, Seen& seen
+) {
     const int thread = threadIdx.x;
     Chunk<X, VECTOR> now[EACH], next[EACH];
     const auto place = [&](int i) { return (i * THREADS + thread) * VECTOR; };
@@ -62,8 +64,11 @@ __device__ inline Seen first_pass(const Sampling& p, Row& row, Slice& slice, Spr
             for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + place(i));
     };
     fetch(0);
+    // Lines that are wanted later move into the L2 cache: more of them than fit the registers.
+    constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
+    for (int i = TILE + thread * LINE; i < min(AHEAD * TILE, slice.count); i += THREADS * LINE) prefetch(slice.x + i);
     if (thread == 0) {
-        board->count = 0, board->counts[0] = 0;
+        board->count = 0, board->counts[0] = 0, board->peak = 0, board->trough = 0;
         prepare(p, blockIdx.x / CLUSTER, row);
         board->threshold = row.wanted ? -LARGEST_FLOAT32 : INF;
     }
@@ -82,22 +87,29 @@ __device__ inline Seen first_pass(const Sampling& p, Row& row, Slice& slice, Spr
         const float x = wide(now[i / VECTOR], i % VECTOR);
         peak = fmax(peak, x), trough = fmin(trough, x > -INF ? x : INF);
     }
+    raise(&board->peak, word_of(peak));
+    if (counts) raise(&board->trough, ~word_of(trough));
     const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, 20) : 0;
-    if (CLUSTER > 1 || counts) {
-        uint64 sample[] = {enough, word_of(peak), word_of(trough)};
-        const auto merge = [](uint64 (&to)[3], const uint64* other) {
-            to[0] = min(to[0], other[0]), to[1] = max(to[1], other[1]), to[2] = min(to[2], other[2]);
-        };
-        slice.reduce(sample, merge);
-        if (counts) spread.set(score_of_word(unsigned(sample[1])), score_of_word(unsigned(sample[2])), row.span);
-        if (thread == 0 && wanted) board->threshold = finite_score(unsigned(sample[0]));
-    } else if (thread == 0 && wanted) board->threshold = finite_score(enough);
+    __syncthreads();
+    uint64 sample[] = {uint64(~enough) << 32 | board->peak, board->trough};
+    if (CLUSTER > 1) {
+        unsigned least = 0, most = 0, trough = 0;
+        slice.share(sample, [&](const uint64* of_block, int) {
+            least = max(least, unsigned(of_block[0] >> 32)), most = max(most, unsigned(of_block[0]));
+            trough = max(trough, unsigned(of_block[1]));
+        });
+        sample[0] = uint64(least) << 32 | most, sample[1] = trough;
+    }
+    if (counts) spread.set(score_of_word(unsigned(sample[0])), score_of_word(~unsigned(sample[1])), row.span);
+    if (thread == 0 && wanted) board->threshold = finite_score(~unsigned(sample[0] >> 32));
     __syncthreads();
 
     bool bad = false, fits = true;
 #pragma unroll 1
     for (int tile = 0; tile < slice.count; tile += TILE) {
         if (tile) take(tile), fetch(tile + TILE);
+        const int later = tile + AHEAD * TILE + thread * LINE;
+        if (thread < TILE / LINE && later < slice.count) prefetch(slice.x + later);
         const float threshold = board->threshold;
         unsigned hits = 0, above = 0;
 #pragma unroll
@@ -133,20 +145,20 @@ __device__ inline Seen first_pass(const Sampling& p, Row& row, Slice& slice, Spr
             }
         }
         if (wanted && __syncthreads_or(crowded)) {
-            cut(list, wanted, board);
+            cut(list, wanted, word_of(INF), board);
             if (board->count > FEW) {
                 fits = false;
                 break;
             }
         }
     }
-    uint64 words[] = {word_of(peak), bad, 0, 0};
-    slice.merge_threads(words, [](uint64 (&to)[4], const uint64* other) { to[0] = max(to[0], other[0]), to[1] |= other[1]; });
+    raise(&board->peak, word_of(peak));
+    bad = __syncthreads_or(bad);
     // Blocks cut their lists at the same time, and all lists together must fit.
     const int most = max(wanted, min(max(2 * wanted, THREADS), CAPACITY / CLUSTER));
-    if (wanted && fits && board->count > most) cut(list, wanted, board);
-    words[1] |= uint64(!fits || board->counts[0] > MOST_ABOVE) << 1;
-    words[2] = board->count, words[3] = board->counts[0];
+    if (wanted && fits && board->count > most) cut(list, wanted, board->peak, board);
+    const bool full = !fits || board->counts[0] > MOST_ABOVE;
+    const uint64 words[] = {board->peak, uint64(bad) | uint64(full) << 1, board->count, board->counts[0]};
     uint64 largest = 0, flags = 0, count = 0, offset = 0;
     slice.share(words, [&](const uint64* of_block, int block) {
         largest = max(largest, of_block[0]), flags |= of_block[1];
@@ -155,9 +167,9 @@ __device__ inline Seen first_pass(const Sampling& p, Row& row, Slice& slice, Spr
     if (thread == 0) {
         row.m = score_of_word(unsigned(largest));
         row.valid = row.valid && !(flags & 1) && row.m > -INF;
+        seen = {row.fits && flags < 2, count, offset};
     }
     __syncthreads();
-    return {row.fits && flags < 2, count, offset};
 }
 
 // The mass of the row at the temperature 1.
@@ -174,36 +186,50 @@ __device__ inline uint64 raw_sum(Slice& slice, float m) {
     return sum[0];
 }
 
-// Sorts the `wanted` largest keys of a list, and those that equal the last of them; returns how many these are.
-__device__ inline int sort_largest(uint64* list, int count, int wanted, Board* board) {
+// Sorts the `wanted` largest keys of a list, and some more; m is the largest score.  Returns how many these are.
+__device__ inline int sort_largest(uint64* list, int count, int wanted, float m, Board* board) {
     if (count > THREADS / 4 && count > wanted) {
         __syncthreads();
         if (threadIdx.x == 0) board->count = count;
         __syncthreads();
-        cut(list, wanted, board);
+        cut(list, wanted, word_of(m), board);
         count = board->count;
     }
     sort(list, count);
     return count;
 }
 
-// The outcome of a row whose largest tokens are in the lists of the blocks, in block 0.
-__device__ inline Outcome choose_from_lists(
-    const Row& row, Slice& slice, const Seen& seen, bool raw, uint64* list, Board* board, Kept& kept
+// The result of a row whose largest tokens are in the lists of the blocks, in block 0.
+__device__ inline void choose_from_lists(
+    const Row& row, Slice& slice, const Seen& seen, bool raw, uint64* list, Board* board, Result& result
 ) {
     gather(slice, list, board->count, seen.offset);
     const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
     wait_for_cluster();
-    if (slice.rank) return {};
-    const int count = sort_largest(list, int(seen.count), row.wanted, board);
-    Outcome found = choose(row, slice, list, count, kept);
-    found.raw = raw_mass;
-    return found;
+    if (slice.rank) return;
+    const int count = sort_largest(list, int(seen.count), row.wanted, row.m, board);
+    Kept kept{0, -INF};
+    const Outcome outcome = choose(row, slice, list, count, kept);
+    if (threadIdx.x == 0) result = {kept, outcome}, result.outcome.raw = raw_mass;
 }
 
-// The outcome of any row, in block 0, in shared memory.
+// The result of a row of which all tokens may be kept, in block 0; false where its candidates do not fit the lists.
+__device__ __noinline__ bool add_masses(
+    const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, uint64* list, Board* board,
+    Found& found, Result& result
+) {
+    gather(slice, list, board->count, seen.offset);
+    const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
+    if (!choose_by_mass(row, slice, spread, list, board, found, result)) return false;
+    if (slice.rank) return true;
+    if (threadIdx.x == 0) result.outcome.raw = raw_mass;
+    if (top) sort_largest(list, int(seen.count), top, row.m, board);
+    return true;
+}
+
+// The result of any row, in block 0.
 __device__ __noinline__ void search_row(
-    const Row& row, Slice slice, int64 top, uint64* list, Board* board, Kept& narrowed, Outcome& found
+    const Row& row, Slice slice, int64 top, uint64* list, Board* board, Result& result
 ) {
     const float m = row.m;
     // Most masses beyond this distance from the largest are 0.
@@ -235,8 +261,7 @@ __device__ __noinline__ void search_row(
     sums[3] = ordered(best.sum), sums[4] = best.key;
     slice.reduce(sums, merge_outcomes);
     if (top) search.collect(list, board, top);
-    if (threadIdx.x == 0) narrowed = kept, found = {sums[0], sums[1], row.greedy ? 1 : sums[2], sums[3], sums[4]};
-    __syncthreads();
+    if (threadIdx.x == 0) result = {kept, {sums[0], sums[1], row.greedy ? 1 : sums[2], sums[3], sums[4]}};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(const __grid_constant__ Sampling p) {
@@ -244,36 +269,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
     __shared__ Exchange exchange;
     __shared__ Board board;
     __shared__ Row row;
-    __shared__ Kept searched_kept;
-    __shared__ Outcome searched;
+    __shared__ Result result;
     __shared__ Found sums;
+    __shared__ Seen seen;
     const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER;
     const int64 at = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
     Slice slice{p.x + at * p.stride + begin, &exchange, begin, int(min(p.slice, p.cols - begin)), rank, 0};
     uint64* const list = reinterpret_cast<uint64*>(&memory[0]);
     Spread spread{reinterpret_cast<unsigned*>(list + CAPACITY + MOST_ABOVE), list + CAPACITY, 0, 0};
 
-    const Seen seen = first_pass(p, row, slice, spread, list, &board);
-    Kept kept{0, -INF};
-    Outcome found{};
+    first_pass(p, row, slice, spread, list, &board, seen);
     if (row.valid) {
         bool done = seen.fits && seen.count <= (row.by_mass ? FEW : CAPACITY) && seen.count >= p.top;
-        if (done && row.by_mass) {
-            uint64 raw = 0;
-            gather(slice, list, board.count, seen.offset);
-            if (p.raw) raw = raw_sum(slice, row.m);
-            done = choose_by_mass(row, slice, spread, list, &board, sums, kept, found);
-            found.raw = raw;
-            if (done && p.top && rank == 0) sort_largest(list, int(seen.count), int(p.top), &board);
-        } else if (done) found = choose_from_lists(row, slice, seen, p.raw, list, &board, kept);
-        if (!done) {
-            search_row(row, slice, p.top, list, &board, searched_kept, searched);
-            kept = searched_kept, found = searched;
-        }
+        if (done && !row.by_mass) choose_from_lists(row, slice, seen, p.raw, list, &board, result);
+        else if (done) done = add_masses(row, slice, seen, int(p.top), p.raw, spread, list, &board, sums, result);
+        // Words of blocks may still be read: the buffers begin again.
+        if (!done) wait_for_cluster(), search_row(row, slice, p.top, list, &board, result);
+        __syncthreads();
     }
     // The threads of few warps compute logarithms: float64 is slow on some devices.
     if (rank || thread >= max(p.top, int64(32))) return;
 
+    const Kept kept = result.kept;
+    const Outcome found = result.outcome;
     const double log_sum = !row.valid || (row.greedy && !p.raw) ? 0
         : natural_log(double(int64(p.raw ? found.raw : found.mass))) - MASS_BITS * LOG_2;
     const double of_logprobs = p.raw ? 1 : row.divisor;   // the temperature that they refer to

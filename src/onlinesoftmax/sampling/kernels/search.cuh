@@ -24,32 +24,13 @@ struct Search {
         for (int i = thread; i < BINS * CLUSTER; i += THREADS)
             put_word(&slice.exchange->bins_of_blocks[slice.buffer][slice.rank][i % BINS], slice.exchange->bins[i % BINS], i / BINS);
         wait_for_cluster();
-        if (thread < 32) {
-            constexpr int EACH = BINS / 32;
-            uint64 own[EACH], sum = 0;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                own[i] = 0;
+        uint64 own = 0, total;
+        if (thread < BINS)
 #pragma unroll 1
-                for (int block = 0; block < CLUSTER; ++block) own[i] += slice.exchange->bins_of_blocks[slice.buffer][block][thread * EACH + i];
-                sum += own[i];
-            }
-            uint64 before = sum;   // the sum of this lane's bins and of those of the lanes before
-#pragma unroll 1
-            for (int step = 1; step < 32; step *= 2) {
-                const uint64 other = from_lane(before, thread >= step ? thread - step : 0);
-                if (thread >= step) before += other;
-            }
-            before -= sum;
-            const bool has_last = thread == 31;
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) {
-                const bool last = has_last && i == EACH - 1;
-                if (before < goal && (before + own[i] >= goal || last))
-                    slice.exchange->found[0] = thread * EACH + i, slice.exchange->found[1] = before;
-                before += own[i];
-            }
-        }
+            for (int block = 0; block < CLUSTER; ++block) own += slice.exchange->bins_of_blocks[slice.buffer][block][thread];
+        const uint64 before = slice.scan(own, total);
+        if (thread < BINS && before < goal && (before + own >= goal || thread == BINS - 1))
+            slice.exchange->found[0] = thread, slice.exchange->found[1] = before;
         slice.buffer ^= 1;
         __syncthreads();
     }

@@ -87,10 +87,12 @@ def cluster_of(rows: int, cols: int, device: Device) -> int | None:
     """
     if device.shared_memory < DYNAMIC_BYTES + DECLARED_BYTES:
         return None
-    places, best, least = RESIDENT * device.multiprocessors, None, math.inf
+    best, least = None, math.inf
     for cluster in (1, 2, 4, MOST_BLOCKS) if device.compute_capability >= (9, 0) else (1,):
-        # The blocks take turns.  Each has work that does not depend on its tokens.
-        cost = -(-rows * cluster // places) * (slice_of(cols, cluster) + OVERHEAD)
+        # An H100 has places for 264 blocks, but only 62 clusters of 4 and 30 of 8: each lies in a part of the device.
+        places = int(RESIDENT * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
+        # The clusters take turns.  Each has work that does not depend on its tokens.
+        cost = -(-rows // max(places, 1)) * (slice_of(cols, cluster) + OVERHEAD)
         if cost < least and rows * cluster < 1 << 31:
             best, least = cluster, cost
     return best

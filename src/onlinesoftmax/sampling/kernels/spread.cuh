@@ -1,7 +1,8 @@
 // The scores of a row, counted in bins, and the bin in which their masses reach a goal, nearly.
 //
-// The first tile of each block sets the bins: `top` is the largest score of these tiles.  Bin 0 has the few scores above,
-// which a list has too; the others divide the scores from `top` down by equal distances.
+// The first tile of each block sets the bins: `top` is the largest score of these tiles.  Bin 0 has it and the few scores
+// above, which a list has too; the others divide the scores from `top` down by equal distances.  The last bin has those
+// that are far away, and -inf.
 
 struct Spread {
     unsigned* counts;   // SPREAD of them
@@ -17,7 +18,7 @@ struct Spread {
     __device__ inline void set(float top, float least, float span) {
         // Positions of 2^18 and less are exact enough.
         span = fmax(fmin(span, top - least), fmax(fabs(top) / 128, 1e-30f));
-        scale = (SPREAD - 2) / span, shift = top * scale + 1;
+        scale = (SPREAD - 2) / span, shift = top * scale + 0.5f;
         // Without a score in the sample, bin 0 has all.
         if (top == -INF) scale = 1e-38f, shift = 0;
     }
