@@ -1,11 +1,12 @@
 // The noise of a token, as noise.py makes it, and the token with the largest key.
 
-// The four words of the generator in philox.py for four adjacent tokens.
 // A product as its two halves: in this form, the compiler multiplies once and moves nothing.
 __device__ inline void multiply(unsigned& low, unsigned& high, unsigned a, unsigned b) {
     asm("{\n\t.reg .b64 both;\n\tmul.wide.u32 both, %2, %3;\n\tmov.b64 {%0, %1}, both;\n\t}"
         : "=r"(low), "=r"(high) : "r"(a), "r"(b));
 }
+
+// The four words of the generator in philox.py for four adjacent tokens.
 struct Words { unsigned of[4]; };
 __device__ inline Words philox(unsigned block, uint64 offset, uint64 seed) {
     unsigned a = block, b = unsigned(offset), c = unsigned(offset >> 32), d = 0;
@@ -46,11 +47,14 @@ struct Best {
     }
 };
 
-// The noise of one token.
-__device__ __noinline__ double gumbel(unsigned token, uint64 offset, uint64 seed) {
+// The random bits, and the noise, of one token.
+__device__ inline unsigned bits_of(unsigned token, uint64 offset, uint64 seed) {
     const Words words = philox(token / 4, offset, seed);
     const unsigned low = token & 1 ? words.of[1] : words.of[0], high = token & 1 ? words.of[3] : words.of[2];
-    return gumbel(token & 2 ? high : low);
+    return token & 2 ? high : low;
+}
+__device__ __noinline__ double gumbel(unsigned token, uint64 offset, uint64 seed) {
+    return gumbel(bits_of(token, offset, seed));
 }
 
 // The noise that a score z, less the largest, needs to reach a key, less what rounding may have taken from it.  No noise

@@ -10,7 +10,7 @@ struct Stream {
     const X* ahead;          // the thread's first chunk of the step that is loaded next
     Chunk<X, VECTOR>* own;   // the thread's first place
     unsigned count;          // tokens of the slice
-    unsigned whole;          // steps without tokens past the end
+    unsigned steps, whole;   // steps, and those without tokens past the end
     Chunk<X, TOKENS> next;   // unless ALIGNED
 
     // The first token of chunk i, and of a group of four tokens, from the beginning of the slice on.
@@ -43,7 +43,7 @@ struct Stream {
     }
     __device__ inline void load(unsigned step, const X* from, int begin, int end) {
         if (step < whole) load<true>(step, from, begin, end);
-        else if (step * TILE < count) load<false>(step, from, begin, end);
+        else if (step < steps) load<false>(step, from, begin, end);
         if constexpr (ALIGNED) commit();
     }
     __device__ inline void load(unsigned step) {

@@ -188,9 +188,17 @@ __device__ inline void add_with_noise(
     }
 }
 
-// Calls use(logit, token) for the thread's tokens of a row.
+// Calls use(logit, token) for the thread's tokens of a row, in their order.
 template <class Use> __device__ inline void each_logit(const X* x, int64 cols, Use use) {
-    for (int64 i = threadIdx.x; i < cols; i += THREADS) use(wide(load_one(x + i)), unsigned(i));
+    constexpr int AT_ONCE = 8;   // loads: a thread would wait for each
+    for (int64 i = threadIdx.x; i < cols; i += AT_ONCE * THREADS) {
+        X logits[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j) logits[j] = load_one(x + min(i + j * THREADS, cols - 1));
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            if (i + j * THREADS < cols) use(wide(logits[j]), unsigned(i + j * THREADS));
+    }
 }
 
 // log(sum * 2^n) with an error of 1e-7: a logarithm in float64 takes long, and all wait for it.
@@ -216,16 +224,21 @@ __device__ inline bool write_row(const Unfiltered& p, int64 row, const RowOf& of
     return true;
 }
 
+// The number that `ordered` maps to a key; -INF for no key.
+__device__ inline double number_of(uint64 key) {
+    return key ? __longlong_as_double(key >> 63 ? key ^ uint64(1) << 63 : ~key) : -INF;
+}
+
 // Two more passes over a row, for the first block, with every rounding of the formula.
-__device__ inline void add_exactly(const Unfiltered& p, int64 row, const RowOf& of_row, Board& board) {
+__device__ __noinline__ void add_exactly(const Unfiltered& p, int64 row, const RowOf& of_row, Board& board) {
     const X* const x = p.x + row * p.stride;
     Part first = nothing();
     each_logit(x, p.cols, [&](float z, unsigned token) { first.key = max(first.key, key_of(z, token)); });
     __syncthreads();   // the board is read no more
     first = merge_block(first, board);
-    if (threadIdx.x == 0) board.bound = first.key;
+    if (threadIdx.x == 0) board.keys[0] = first.key, board.bound = 0;
     __syncthreads();
-    const float m = score_of(board.bound), temperature = of_row.temperature;
+    const float m = score_of(board.keys[0]), temperature = of_row.temperature;
     const bool greedy = temperature == 0;
     const double divisor = greedy ? 1 : double(temperature);
     const float rate = RAW ? float(LOG2_E) : fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
@@ -235,11 +248,13 @@ __device__ inline void add_exactly(const Unfiltered& p, int64 row, const RowOf& 
         own.absent += z == -INF;
         if (z == -INF) return;
         own.sum += double(int64(mass_of(z, rate)));
-        const double exact = exactly_below(logit, m);
-        const double noise = greedy ? 0 : gumbel(philox(token / 4, of_row.offset, of_row.seed).of[token % 4]);
-        // A thread's tokens come in their order, so of equal keys the first stays.
-        const uint64 key = ordered(exact + divisor * noise);
+        // As in `add_with_noise`, most tokens need no logarithm.
+        const float missing = missing_noise(float(number_of(look_shared(&board.bound))), z, float(divisor));
+        const unsigned bits = bits_of(token, of_row.offset, of_row.seed);
+        if (!greedy && (missing >= NOISE_BOUND || float(~bits) > exp(-missing) * 4.3e9f)) return;
+        const uint64 key = ordered(exactly_below(logit, m) + (greedy ? 0 : divisor * gumbel(bits)));
         if (key > own.key) own.key = key, own.token = token, own.logit = logit;
+        if (key > look_shared(&board.bound)) atomicMax(&board.bound, key);
     });
     own.n = 0;
     own = merge_block(own, board);
@@ -264,7 +279,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) unfiltered_kerne
         p.temperature ? load_one(p.temperature + row) : __uint_as_float(unsigned(p.temperature_bits)),
         uint64(p.seed ? load_one(p.seed + row) : p.seed_number),
         uint64(p.offset ? load_one(p.offset + row) : p.offset_number), unsigned(begin)};
-    Stream stream{x, x + threadIdx.x * VECTOR, memory + threadIdx.x, count, count / TILE, {}};
+    const unsigned whole = count / TILE, all = whole + (count % TILE != 0);
+    Stream stream{x, x + threadIdx.x * VECTOR, memory + threadIdx.x, count, all, whole, {}};
     stream.begin();
     if (CLUSTER > 1) {
         if (threadIdx.x == 0 && rank == 0) expect_bytes(&board.arrived, sizeof(board.of_blocks));
@@ -293,7 +309,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) unfiltered_kerne
         return made;
     };
     Powers race = powers(rate), mass = powers(float(LOG2_E));
-    const unsigned steps = sane ? unsigned((count + uint64(TILE) - 1) / TILE) : 0;
+    const unsigned steps = sane ? all : 0;
     Part own = nothing();
     if (!greedy) add_with_noise(own, race, mass, stream, of_row, steps, board, known);
     else add_greedily(own, mass, stream, of_row, steps);
