@@ -29,7 +29,7 @@ TOKENS, HIDDEN = (2, 5), 7
 CLASSES = 1001
 """Classes of a larger head."""
 
-SMALL = {"TOKEN_TILE": 5, "COLUMN_TILE": 1, "FEWEST_TOKENS": 5, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
+SMALL = {"TOKEN_TILE": 7, "COLUMN_TILE": 1, "FEWEST_TOKENS": 7, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
 """Sizes with which the planner cuts small problems."""
 
 
@@ -46,7 +46,8 @@ def head(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Te
 
 def memories(largest: int) -> dict[str, int | None]:
     """Bytes with which heads of `head` take each plan."""
-    return {"stored": None, "tokens": 5 * 8 * (largest + HIDDEN), "columns": 10 * 8 * (HIDDEN + 4) + 60}
+    beside = 2 * HIDDEN  # the gradient of the input, and a copy of the input
+    return {"stored": None, "tokens": 7 * 8 * (largest + beside), "columns": 10 * 8 * (4 + beside) + 60}
 
 
 def agrees(name: str, given: tuple[Any, ...], columns: tuple[int, int], *more: Any, **options: Any) -> Any:

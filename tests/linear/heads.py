@@ -14,9 +14,9 @@ Tensor = torch.Tensor
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
-TOKENS, HIDDEN, CLASSES = (3, 5), 7, 11
+TOKENS, HIDDEN, CLASSES = (3, 5), 7, 40
 
-MEMORY = {"stored": None, "tokens": 8 * 11 * 8, "columns": 15 * 4 * 8 + 60}
+MEMORY = {"stored": None, "tokens": 8 * 40 * 8, "columns": 15 * (4 + 7) * 8 + 60}
 """Bytes with which small problems take each plan."""
 
 

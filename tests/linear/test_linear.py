@@ -40,11 +40,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z_loss": {"z_loss": 0.01, "scale": 0.7},
     "softcap": {"softcap": 3.0, "scale": -1.3},
     "scale": {"scale": torch.linspace(-1.0, 2.0, 15, dtype=torch.float64, device=DEVICE).reshape(TOKENS)},
-    "weight": {"weight": torch.arange(1.0, 12.0, dtype=torch.float64, device=DEVICE)},
+    "weight": {"weight": torch.arange(1.0, 41.0, dtype=torch.float64, device=DEVICE)},
     "token_weight": {"token_weight": torch.arange(15.0, dtype=torch.float64, device=DEVICE).reshape(TOKENS)},
     "everything": {
         "label_smoothing": 0.2, "z_loss": 0.02, "softcap": 4.0,
-        "weight": torch.arange(1.0, 12.0, dtype=torch.float64, device=DEVICE) / 11,
+        "weight": torch.arange(1.0, 41.0, dtype=torch.float64, device=DEVICE) / 40,
         "token_weight": torch.arange(15.0, dtype=torch.float64, device=DEVICE).reshape(TOKENS),
     },
 }  # fmt: skip
@@ -148,7 +148,7 @@ def test_statistics() -> None:
 
 def test_a_module_holds_the_head_as_pytorch_does() -> None:
     x, _, b, target = head()
-    module = osm.nn.LinearCrossEntropyLoss(7, 11, bias=True, weight=b.detach().exp(), z_loss=0.01, reduction="sum")
+    module = osm.nn.LinearCrossEntropyLoss(7, 40, bias=True, weight=b.detach().exp(), z_loss=0.01, reduction="sum")
     module = module.to(DEVICE, torch.float64)
     assert list(module.state_dict()) == ["weight", "linear.weight", "linear.bias"]
     w, bias = module.linear.weight, module.linear.bias
@@ -156,12 +156,36 @@ def test_a_module_holds_the_head_as_pytorch_does() -> None:
     given: dict[str, Any] = {"reduction": "sum", "z_loss": 0.01, "weight": module.weight, "token_weight": weights}
     same_with_gradients(module(x, target, token_weight=weights), expected(x, w, bias, target, **given), [x, w, bias])
     if hasattr(torch.nn, "LinearCrossEntropyLoss"):
-        theirs = torch.nn.LinearCrossEntropyLoss(7, 11, bias=True, weight=torch.ones(11, dtype=torch.float64))
+        theirs = torch.nn.LinearCrossEntropyLoss(7, 40, bias=True, weight=torch.ones(40, dtype=torch.float64))
         theirs.load_state_dict(module.state_dict())
     mistakes: tuple[dict[str, Any], ...] = ({"weight": torch.ones(3)}, {"scale": torch.ones(())}, {"softcap": -1.0})
     for wrong in mistakes:
         with pytest.raises((RuntimeError, TypeError, ValueError), match="LinearCrossEntropyLoss"):
-            osm.nn.LinearCrossEntropyLoss(7, 11, **wrong)
+            osm.nn.LinearCrossEntropyLoss(7, 40, **wrong)
+
+
+@pytest.mark.parametrize("plan", ["stored", "columns"])
+def test_results_may_change_before_the_backward_pass(plan: str) -> None:
+    x, w, b, target = head()
+
+    def found() -> Any:
+        return osm.linear_token_logprobs(x, w, target.clamp(min=0), linear_bias=b, memory=MEMORY[plan])
+
+    y, same = found(), sum(t.sum() for t in found())
+    for t in y:
+        t.mul_(2)
+    for ours, half in zip(*(torch.autograd.grad(z, [x, w, b]) for z in (sum(t.sum() for t in y), same)), strict=True):
+        torch.testing.assert_close(ours, 2 * half)
+
+
+def test_a_row_with_nan_is_nan_with_every_plan() -> None:
+    """Also where the target is in a chunk of columns that has nothing but -inf."""
+    x, w, b, target = head()
+    padded = b.detach().clone()
+    padded[:4], padded[9] = -torch.inf, torch.nan
+    for plan in ("stored", "columns"):
+        y = osm.linear_token_logprobs(x, w, target.clamp(0, 3), linear_bias=padded, memory=MEMORY[plan])
+        assert all(t.isnan().all() for t in y)
 
 
 @pytest.mark.skipif(GPU, reason="without a GPU, Triton's interpreter runs the kernels")
@@ -172,10 +196,13 @@ def test_kernels_on_chunks(plan: str, split: bool, monkeypatch: pytest.MonkeyPat
     if split:
         monkeypatch.setattr(products, "has_fast_sizes", lambda _: True)
         monkeypatch.setattr(products, "FEWEST_CLASSES", 3)
-        monkeypatch.setattr(products, "row_bytes", lambda classes, itemsize: 16 * itemsize)
+        monkeypatch.setattr(products, "row_bytes", lambda classes, itemsize: 48 * itemsize)
     monkeypatch.setattr(rows, "why_not_kernels", lambda *_: None)
     monkeypatch.setattr(rows, "CHOICE", Choice("triton"))
     x, w, b, target = head()
+    if split:
+        # Rows of 8 numbers are a multiple of 16 bytes.
+        w = w.detach().new_zeros(CLASSES, 8)[:, :HIDDEN].copy_(w.detach()).requires_grad_()
     options: dict[str, Any] = {"softcap": 3.0, "scale": torch.linspace(0.5, 2.0, 15).double().reshape(TOKENS)}
     given: dict[str, Any] = {"linear_bias": b, "memory": MEMORY[plan], **options}
     ours = osm.linear_cross_entropy(x, w, target, **given)

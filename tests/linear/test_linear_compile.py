@@ -51,7 +51,7 @@ def test_a_whole_graph() -> None:
 
 
 def test_an_exported_program_takes_any_number_of_tokens_and_lacks_no_gradient_silently() -> None:
-    module = osm.nn.LinearCrossEntropyLoss(7, 11, softcap=3.0).to(DEVICE)
+    module = osm.nn.LinearCrossEntropyLoss(7, 40, softcap=3.0).to(DEVICE)
     x, target, tokens = (
         torch.randn(6, 7, device=DEVICE),
         torch.arange(6, device=DEVICE),
@@ -84,7 +84,7 @@ def test_one_graph_for_any_number_of_tokens() -> None:
     _, w, b, _ = head()
     for tokens in (5, 9, 31):
         x = torch.randn(tokens, 7, dtype=torch.float64, device=DEVICE, requires_grad=True)
-        target = torch.arange(tokens, device=DEVICE) % 11
+        target = torch.arange(tokens, device=DEVICE) % 40
         theirs = osm.linear_cross_entropy(x, w, target, linear_bias=b)
         same_with_gradients(compiled(x, w, target, linear_bias=b), theirs, [x, w, b])
     assert len(graphs) == 1
@@ -98,10 +98,14 @@ def test_opcheck(form: str) -> None:
     x, w, b, target = head(torch.float32)
     x, target, wanted = x.detach().flatten(0, 1).requires_grad_(), target.flatten().clamp(min=0), [True, False, True]
     scale, ones = torch.rand(15, 1, device=DEVICE) + 0.5, torch.ones(15, device=DEVICE)
-    ops, numbers, memory = torch.ops.onlinesoftmax, (-100, 0.0, 0.01), None if form != "columns" else 15 * 4 * 4 + 60
+    ops, numbers, memory = (
+        torch.ops.onlinesoftmax,
+        (-100, 0.0, 0.01),
+        None if form != "columns" else 15 * (4 + 7) * 4 + 60,
+    )
     options = 1.0, 3.0, memory, wanted
     if form == "soft":
-        target = torch.rand(15, 11, device=DEVICE).softmax(1)
+        target = torch.rand(15, 40, device=DEVICE).softmax(1)
     if form == "backward":
         known, tensors = (-ones, ones, ones), [t.detach() for t in (x, w, b)]
         operator = ops.linear_token_logprobs_backward.default
@@ -110,7 +114,7 @@ def test_opcheck(form: str) -> None:
             target,
             scale,
             *known,
-            torch.randn(15, 11, device=DEVICE),
+            torch.randn(15, 40, device=DEVICE),
             ones,
             None,
             ones,
@@ -124,6 +128,6 @@ def test_opcheck(form: str) -> None:
         arguments = (*given, b, target, scale, *options, form == "kept")
     else:
         operator = ops.linear_cross_entropy.default
-        weight, factor = (ones[:11], None) if form == "each" else (None, ones)
+        weight, factor = (torch.ones(40, device=DEVICE), None) if form == "each" else (None, ones)
         arguments = (x, w.detach(), b, target, scale, weight, factor, *numbers, form == "soft", torch.float32, *options)
     torch.library.opcheck(operator, arguments)

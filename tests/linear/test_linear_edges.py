@@ -48,7 +48,7 @@ def test_an_ignored_token_may_hold_nan(plan: str, reduction: Any) -> None:
 @pytest.mark.parametrize("plan", ["stored", "columns"])
 @pytest.mark.parametrize(
     ("classes", "value"),
-    [(slice(0, 4), -torch.inf), (slice(4, 11), -torch.inf), (slice(0, 11), -torch.inf), (5, torch.inf), (9, torch.nan)],
+    [(slice(0, 4), -torch.inf), (slice(4, 40), -torch.inf), (slice(0, 40), -torch.inf), (5, torch.inf), (9, torch.nan)],
 )
 def test_infinite_logits(classes: Any, value: float, plan: str) -> None:
     """Chunks have four columns.  A target that is excluded has the log-probability -inf, and a row with +inf none."""
@@ -141,7 +141,7 @@ def test_padded_classes_and_frozen_tensors(call: str, plan: str, monkeypatch: py
         monkeypatch.setattr(torch, name, lambda *args, real=real, **how: made.append(0) or real(*args, **how))
     x, w, b, target = head()
     target = target.clamp(max=8)
-    padded = torch.cat([b[:9], b.new_full((2,), -torch.inf)]).detach().requires_grad_()
+    padded = torch.cat([b[:9], b.new_full((31,), -torch.inf)]).detach().requires_grad_()
     less = [t.detach().requires_grad_() for t in (w[:9], b[:9])]
     for frozen in ((), (0,), (1,), (0, 1, 2)):
         made.clear()
@@ -149,14 +149,14 @@ def test_padded_classes_and_frozen_tensors(call: str, plan: str, monkeypatch: py
         if call == "smoothed":
             # A class with the probability 0 makes a smoothed loss infinite, as PyTorch's.
             tensors[2] = tensors[2].detach().clamp(min=-9.0).requires_grad_(2 not in frozen)
-        # A gradient of the input lends its memory for a copy of the input.
-        memory = MEMORY[plan] if MEMORY[plan] is None or frozen != (0,) else MEMORY[plan] + 15 * 7 * 8
+        # Without a gradient of the input, which lends its memory, chunks of tokens need some for a copy of the input.
+        memory = MEMORY[plan] if plan != "tokens" or frozen != (0,) else MEMORY[plan] + 15 * 7 * 8
         y = CALLS[call](*tensors, target, memory=memory)
         assert y.requires_grad == (len(frozen) < 3)
         found = torch.autograd.grad(y, [t for t in tensors if t.requires_grad]) if len(frozen) < 3 else ()
         function, *how = PROBLEM_OF[call]
         wanted = tuple([i not in frozen for i in range(3)])
-        planned = plans.plan_of(plans.problem_of(function, (15, 7, 11), "float64", wanted, *how), memory)
+        planned = plans.plan_of(plans.problem_of(function, (15, 7, 40), "float64", wanted, *how), memory)
         assert planned.chunks * planned.products == len(made)
         again = bool(found) and (planned.name == "columns" or call == "smoothed")
         assert planned.products == 1 + wanted[0] + wanted[1] + again
@@ -173,7 +173,7 @@ def test_padded_classes_and_frozen_tensors(call: str, plan: str, monkeypatch: py
 def test_a_target_out_of_range_is_nan_without_a_gradient(plan: str, reduction: Any) -> None:
     x, w, b, target = head()
     wrong = target.clone()
-    wrong[0, 0], wrong[2, 4] = 11, -1
+    wrong[0, 0], wrong[2, 4] = 40, -1
     target[0, 0] = target[2, 4] = -100
     how = {"linear_bias": b, "memory": MEMORY[plan], "reduction": reduction}
     pairs = []
@@ -332,9 +332,9 @@ def test_autocast_casts_as_linear_does() -> None:
     ("error", "message", "change"),
     [
         (TypeError, "argument 'linear_weight' must be Tensor", {"linear_weight": 3}),
-        (RuntimeError, "linear_weight must have shape", {"linear_weight": torch.zeros(11, 6)}),
+        (RuntimeError, "linear_weight must have shape", {"linear_weight": torch.zeros(40, 6)}),
         (RuntimeError, "linear_bias must have shape", {"linear_bias": torch.zeros(10)}),
-        (RuntimeError, "linear_weight has the dtype", {"linear_weight": torch.zeros(11, 7).half()}),
+        (RuntimeError, "linear_weight has the dtype", {"linear_weight": torch.zeros(40, 7).half()}),
         (ValueError, "target has shape", {"target": torch.zeros(15, dtype=torch.int64)}),
         (RuntimeError, "target must have an integer dtype", {"target": torch.zeros(3, 5, dtype=torch.bool)}),
         (RuntimeError, r"linear_cross_entropy\(\): label_smoothing must be between", {"label_smoothing": 1.5}),
@@ -342,7 +342,7 @@ def test_autocast_casts_as_linear_does() -> None:
         (RuntimeError, "weight must have shape", {"weight": torch.zeros(3)}),
         (ValueError, "token_weight has shape", {"token_weight": torch.zeros(15)}),
         (RuntimeError, "token_weight requires a gradient", {"token_weight": torch.zeros(3, 5, requires_grad=True)}),
-        (RuntimeError, "target requires a gradient", {"target": torch.zeros(3, 5, 11, requires_grad=True)}),
+        (RuntimeError, "target requires a gradient", {"target": torch.zeros(3, 5, 40, requires_grad=True)}),
         (ValueError, "linear_weight has no elements", {"linear_weight": torch.zeros(0, 7)}),
         (RuntimeError, "dtype must be floating point", {"dtype": torch.int64}),
         (TypeError, "argument 'memory' must be int", {"memory": 1e9}),
@@ -359,7 +359,7 @@ def test_autocast_casts_as_linear_does() -> None:
     ],
 )
 def test_mistakes(error: type[Exception], message: str, change: dict[str, Any]) -> None:
-    given: dict[str, Any] = {"input": torch.zeros(3, 5, 7), "linear_weight": torch.zeros(11, 7)}
+    given: dict[str, Any] = {"input": torch.zeros(3, 5, 7), "linear_weight": torch.zeros(40, 7)}
     given["target"] = torch.zeros(3, 5, dtype=torch.int64)
     with pytest.raises(error, match=message):
         osm.linear_cross_entropy(**{**given, **change})
@@ -374,7 +374,7 @@ def test_meta_tensors_have_shapes() -> None:
 
 def test_what_the_backward_pass_reads_must_not_change_before() -> None:
     x, w, _, target = head()
-    weight = torch.rand(11, dtype=torch.float64, device=DEVICE)
+    weight = torch.rand(40, dtype=torch.float64, device=DEVICE)
     for t in (target, weight):
         y = osm.linear_cross_entropy(x, w, target, weight=weight, label_smoothing=0.1, reduction="none").sum()
         t.zero_()

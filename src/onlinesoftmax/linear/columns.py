@@ -16,7 +16,7 @@ from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import is_class
 from .arguments import check_gradients
 from .plans import LinearPlan
-from .products import add_input_gradient, add_weight_gradient, input_gradient, logits_memory, logits_of, without
+from .products import add_input_gradient, add_weight_gradient, input_gradient, logits_memory, logits_of, zeroed
 from .rows import Read, Statistics, finished, gradient, incoming, read
 from .sharing import Sharing
 
@@ -59,8 +59,8 @@ def _merged(found: list[Read], inside: list[Tensor]) -> Statistics:
     w = log_w.exp()
     # A slice of -inf has no entropy, and no part of the sum.
     entropy = torch.where(w == 0, 0.0, w * (slices.entropy - log_w)).sum(0)
-    # A slice of -inf has no softmax of its own, but its classes have the probability 0 in the whole row.
-    logprob = torch.where(slices.lse == -torch.inf, -torch.inf, slices.logprob + log_w)
+    # A slice of -inf has no softmax of its own, but its classes have the probability 0 in a row that has one.
+    logprob = torch.where(slices.lse == -torch.inf, log_w, slices.logprob + log_w)
     logprob = torch.where(has_target, logprob, 0.0).sum(0).masked_fill(~has_target.any(0), torch.nan)
     return Statistics(logprob, entropy, lse)
 
@@ -151,15 +151,16 @@ def gradients_of(
     target = target if sharing is None else sharing.local(target)
     # The logits of a token without gradients may be NaN, and so may its input: 0 · NaN would be NaN.
     skipped = (dlogprob == 0) & (dlse == 0) & (True if dentropy is None else dentropy == 0)
-    # A row whose sum is 0 or infinite has no probabilities, in none of its slices.
+    # A row whose sum is 0 or infinite has no probabilities, so its gradient is NaN in every slice.
     known = known._replace(lse=known.lse.masked_fill(known.lse.isinf(), torch.nan))
     wide, classes = accumulator_of(x.dtype, x.dtype), len(weight)
     one_product = plan.chunks == 1 and sharing is None
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if of_input and sharing is None else None
     apart = result is not None and not one_product and wide != x.dtype
     dx = torch.empty(x.shape, dtype=wide, device=x.device) if of_input and (apart or result is None) else result
-    # The memory of the result is free until the last product of the weight's gradient, unless it is the sum.
-    valid = without(x, skipped, result if one_product or apart else None) if of_weight else x
+    # Until the last product of the weight's gradient, the result's memory can hold the input without NaN, unless the
+    # sum is there already.  Whether any token is skipped is known on the GPU alone, so the input is always copied.
+    valid = zeroed(x, skipped, result if one_product or apart else None) if of_weight else x
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else None
     db = torch.empty(classes, dtype=wide, device=x.device) if of_bias else None
     chunks, in_place = chunks_of(plan, classes, target), logits is not None and plan.name == "stored"
@@ -192,7 +193,7 @@ def _in_dtype(dx: Tensor, x: Tensor, sharing: Sharing | None, result: Tensor | N
     """The function that returns the gradient of the input in its dtype, added up over the processes."""
     if sharing is None:
         return lambda: dx if result is None or dx is result else result.copy_(dx)
-    return sharing.summed(dx, torch.empty_like(x))
+    return sharing.summed(dx, torch.empty(x.shape, dtype=x.dtype, device=x.device))
 
 
 class LogProbabilities(torch.autograd.Function):
@@ -208,7 +209,8 @@ class LogProbabilities(torch.autograd.Function):
         ctx.logits = logits if plan.name == "stored" and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(x, weight, bias, target, *found)
         ctx.set_materialize_grads(False)
-        return found.logprob, found.entropy, found.lse.to(found.logprob.dtype)
+        # The caller may change the results in place; what is saved must stay.
+        return found.logprob.clone(), found.entropy.clone(), found.lse.to(found.logprob.dtype, copy=True)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:

@@ -140,7 +140,7 @@ class LinearProblem(NamedTuple):
     @property
     def copied_bytes(self) -> int:
         """Bytes of a copy of a token's input, without NaN, where no gradient of the input lends its memory for it."""
-        return self.hidden * self.itemsize * (self.of_weight and not self.of_input)
+        return self.hidden * self.itemsize * (self.of_weight and (not self.of_input or self.travels))
 
     @property
     def sums_one_product(self) -> bool:
@@ -318,7 +318,10 @@ def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
     if "columns" not in problem.cuts:
         return Candidate("columns", None, "the result of a token needs the whole row of its logits")
     column_bytes = max(problem.tokens * problem.itemsize, 1)
-    beside = problem.input_sum_bytes + problem.tokens * problem.copied_bytes
+    # Where the gradient of the input is the sum itself, it holds the sum from the first chunk on.
+    lends = problem.itemsize < 4 and not problem.travels and problem.of_input
+    copied = problem.hidden * problem.itemsize * (problem.of_weight and not lends)
+    beside = problem.input_sum_bytes + problem.tokens * copied
     most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - beside)
     # Rounding up to whole tiles may add one.
     chunks = _ceil(problem.classes, max(most // column_bytes - COLUMN_TILE, FEWEST_COLUMNS))

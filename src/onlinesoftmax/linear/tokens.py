@@ -16,7 +16,7 @@ from ..torch.formulas import accumulator_of
 from ..torch.small_kernels import scale_gradient
 from .arguments import check_gradients
 from .plans import LinearPlan
-from .products import add_input_gradient, add_weight_gradient, input_gradient, logits_memory, logits_of, without
+from .products import add_input_gradient, add_weight_gradient, input_gradient, logits_memory, logits_of, zeroed
 from .sharing import Sharing
 
 Tensor = torch.Tensor
@@ -95,7 +95,7 @@ def run(
             # The gradient of a skipped token is 0, but its input may be NaN.  The gradient of the input comes last, so
             # its memory can hold the input until then.
             free = None if dx is None or sharing is not None else dx[part]
-            valid = without(x[part], None if skipped is None else skipped[part], free)
+            valid = zeroed(x[part], None if skipped is None else skipped[part], free)
             add_weight_gradient(dw, dz, valid, first == 0)
         if dx is not None and sharing is None:
             input_gradient(dz, weight, dx[part])
