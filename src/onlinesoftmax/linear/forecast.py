@@ -53,7 +53,7 @@ def sources(problem: LinearProblem, device: Device) -> str | None:
     rate = matrix_rate(device, problem.itemsize)
     if rate is None:
         return None
-    products = f"{rate / 1e12:.0f} tera-operations/s ({MATRIX_PART} of the datasheet, as an H200 reached in bfloat16)"
+    products = f"{rate / 1e12:.0f} tera-operations/s ({MATRIX_PART} of the datasheet, as an H100 reached in bfloat16)"
     return f"products at {products}; logits by the plans of the kernels; sums at {device.bandwidth:.0f} GB/s"
 
 
