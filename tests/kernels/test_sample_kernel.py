@@ -142,7 +142,7 @@ def test_few_rows_have_many_blocks() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("filters", [*FILTERS, {"top_k": 1000}, {"top_k": 3000, "top_p": 0.9}], ids=str)
 @pytest.mark.parametrize(("rows", "cols"), [(1, 128256), (64, 32000), (300, 50257), (3, 262208)])
 def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int, filters: dict[str, Any]) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -154,3 +154,18 @@ def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int, filters: dict[s
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
         for name in ("logprob", "lse", "top_logprobs"):
             assert torch.allclose(getattr(got, name).cpu(), getattr(want, name), rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [{"top_k": 50}, {"top_k": 1000}, {"top_p": 0.9}, {"min_p": 0.2}], ids=str)
+def test_a_gpu_takes_rows_whose_candidates_do_not_fit_a_list(filters: dict[str, Any]) -> None:
+    cols = 128_256
+    noise = torch.randn(3, cols, generator=torch.Generator().manual_seed(4))
+    late = torch.where(torch.arange(cols) % (cols // 8) < 4096, noise[2] - 8, noise[2])
+    x = torch.stack([torch.linspace(-4, 4, cols), torch.ones(cols), (noise[1] * 2).round(), late])
+    seed = torch.arange(4)
+    for ties in ("keep", "first"):
+        want = osm.sample(x, seed=seed, ties=ties, top_logprobs=3, **filters)
+        got = osm.sample(x.cuda(), seed=seed.cuda(), ties=ties, top_logprobs=3, **filters)
+        for name in ("token", "kept", "valid", "top_tokens"):
+            assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name

@@ -66,7 +66,9 @@ __device__ inline void first_pass(
     fetch(0);
     // Lines that are wanted later move into the L2 cache: more of them than fit the registers.
     constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
-    for (int i = TILE + thread * LINE; i < min(AHEAD * TILE, slice.count); i += THREADS * LINE) prefetch(slice.x + i);
+    static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
+    const int early = TILE + thread * LINE;
+    if (early < min(AHEAD * TILE, slice.count)) prefetch(slice.x + early);
     if (thread == 0) {
         board->count = 0, board->counts[0] = 0, board->peak = 0, board->trough = 0;
         prepare(p, blockIdx.x / CLUSTER, row);
