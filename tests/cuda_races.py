@@ -11,6 +11,7 @@ line "run: NAME" to stderr; the reports of the run follow.  The last runs leave 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -66,7 +67,8 @@ def main(folder: Path) -> None:
             return text(name, *package).replace(barrier, "", 1) if name == file else text(name, *package)
 
         cuda_simulator._replaced.cache_clear()
-        with mock.patch.object(source, "text", changed):
+        # The results may be wrong: the reports of the race count.
+        with mock.patch.object(source, "text", changed), contextlib.suppress(AssertionError):
             # One call is enough to show that its race is found.
             run_kernel(kernel, f"{kernel} without {barrier} of {file}", folder, ASKS[:1])
 
