@@ -221,8 +221,8 @@ __device__ __noinline__ bool add_masses(
     Found& found, Result& result
 ) {
     gather(slice, list, board->count, seen.offset);
-    const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
     if (!choose_by_mass(row, slice, spread, list, board, found, result)) return false;
+    const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
     if (slice.rank) return true;
     if (threadIdx.x == 0) result.outcome.raw = raw_mass;
     if (top) sort_largest(list, int(seen.count), top, row.m, board);
