@@ -101,10 +101,11 @@ def test_scores_at_the_limits_of_rounding(row: list[float], filters: dict[str, A
 
 def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
     x = torch.randn(4, 300, generator=torch.Generator().manual_seed(2)) * 5
-    temperature = torch.tensor([1e-6, 1e-38, 1e6, 0.0])
+    temperature, below_0 = torch.tensor([1e-6, 1e-38, 1e6, 0.0]), torch.tensor([-1.0, 0.5, -0.1, 0.0]).double()
     check(x, 2, folder, 4, seed=torch.arange(4), temperature=temperature, top_k=20, logprobs="raw")
     check(x, 2, folder, 4, seed=torch.arange(4), temperature=temperature, top_p=0.9, logprobs="raw")
     check(x, 2, folder, 0, seed=torch.arange(4), temperature=temperature)
+    check(x, 2, folder, 0, seed=torch.arange(4), temperature=temperature, min_p=below_0)
     check(x * 1e30, 2, folder, 0, seed=torch.arange(4), temperature=temperature, top_p=0.9)
     # Keys that float32 does not have, in more tiles than one.
     wide = torch.randn(2, 5000, generator=torch.Generator().manual_seed(3))

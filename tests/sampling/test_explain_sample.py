@@ -72,7 +72,7 @@ def test_a_number_that_filters_nothing_is_no_filter() -> None:
         (ValueError, "sample() has no framework='jax' here", {"framework": "jax"}),
         (ValueError, "top_p must be from 0.0 to inf", {"top_p": -0.1}),
         (ValueError, "top_logprobs must be from 0 to the 128256 tokens", {"top_logprobs": -1}),
-        (TypeError, "argument 'top_k' must be int", {"top_k": 1.5}),
+        (TypeError, "top_k must be an int", {"top_k": 1.5}),
     ],
 )
 def test_mistakes_are_named(error: type[Exception], words: str, given: dict[str, Any]) -> None:

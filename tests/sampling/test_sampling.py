@@ -158,6 +158,18 @@ def test_rows_without_a_distribution_are_not_valid() -> None:
         assert all(torch.equal(a[2:3], b) for a, b in zip(found[:7], alone[:7], strict=True))
 
 
+def test_parameters_may_be_integers_and_a_negative_min_p_keeps_all() -> None:
+    z = torch.tensor([[0.0, 3.0, 2.0], [2.0, 2.0, -torch.inf]])
+    given = {"temperature": torch.tensor([1, 2]), "top_p": torch.tensor([2, 2]), "min_p": torch.tensor([-1.0, -0.5])}
+    want = osm.sample(z, seed=3, temperature=torch.tensor([1.0, 2.0]))
+    assert want.kept.tolist() == [3, 2]
+    with osm.distributed.one_process() as group:
+        here = osm.distributed.sample(z, group=group, seed=3, **given)
+    arrays = osm.sample(z.numpy(), seed=3, **{name: t.numpy() for name, t in given.items()})
+    for found in (osm.sample(z, seed=3, **given), here, arrays):
+        assert all(np.array_equal(a, b) for a, b in zip(found[:5], want[:5], strict=True))
+
+
 def test_extremes() -> None:
     z = torch.randn(3, 64, generator=torch.Generator().manual_seed(3)) * 4
     seeds = torch.arange(3)
@@ -260,7 +272,10 @@ def test_without_a_seed_the_generator_decides() -> None:
     [
         ({"temperature": -1.0}, ValueError, "temperature must be from 0"),
         ({"temperature": torch.ones(3)}, ValueError, "temperature must be a number or have one for each row"),
-        ({"top_k": 1.5}, TypeError, "'top_k' must be int"),
+        ({"temperature": True}, TypeError, "temperature must be a number or Tensor, as logits is, not bool"),
+        ({"top_p": np.ones(2)}, TypeError, "top_p must be a number or Tensor, as logits is, not ndarray"),
+        ({"bias": torch.ones(3)}, RuntimeError, r"^sample\(\): bias of shape"),
+        ({"top_k": 1.5}, TypeError, "top_k must be an int"),
         ({"top_k": torch.ones(2)}, TypeError, "top_k must be an int"),
         ({"top_p": -0.1}, ValueError, "top_p must be from 0"),
         ({"min_p": 2}, ValueError, "min_p must be from 0.0 to 1.0"),

@@ -104,7 +104,8 @@ def test_a_row_without_a_distribution_is_not_valid_and_changes_no_other() -> Non
     ("target", "drafts", "draft", "words"),
     [
         ((3,), (2,), None, "target_logits must have shape"),
-        ((2, 3, 5), (2, 3), None, "draft_tokens has shape"),
+        ((2, 0, 5), (2, 0), None, "target_logits must have shape"),
+        ((2, 3, 5), (2, 3), None, r"draft_tokens has shape \(2, 3\), and must have \(2, 2\)"),
         ((2, 3, 5), (2, 2), (2, 3, 5), "draft_logits has shape"),
     ],
 )
@@ -112,5 +113,7 @@ def test_wrong_shapes_are_named(target: tuple[int, ...], drafts: tuple[int, ...]
     logits = None if draft is None else torch.zeros(draft)
     with pytest.raises(ValueError, match=words):
         osm.verify(torch.zeros(target), torch.zeros(drafts, dtype=torch.int64), logits)
+    with pytest.raises(RuntimeError, match="draft_logits is on meta"):
+        osm.verify(torch.zeros(2, 3, 5), torch.ones(2, 2).long(), torch.zeros(2, 2, 5, device="meta"))
     with pytest.raises(ValueError, match="temperature must be a number or have one for each row, of shape"):
         osm.verify(torch.zeros(2, 3, 5), torch.zeros(2, 2, dtype=torch.int64), temperature=torch.ones(3))

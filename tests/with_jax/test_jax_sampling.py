@@ -190,6 +190,17 @@ def test_wrong_arguments_are_named(given: dict[str, Any], error: type[Exception]
         osj.sample(**{"seed": 1, "logits": jnp.zeros((2, 4)), **given})
 
 
+def test_a_negative_min_p_keeps_all() -> None:
+    assert osj.sample(1, jnp.zeros((1, 4)), min_p=jnp.array([-1.0])).kept.tolist() == [4]
+
+
+def test_arrays_of_torch_and_integer_logits_are_named() -> None:
+    with pytest.raises(TypeError, match="seed must be an int or an array of such, not Tensor"):
+        osj.sample(torch.arange(2), jnp.zeros((2, 4)))
+    with pytest.raises(TypeError, match="target_logits must be floating point"):
+        osj.verify(1, jnp.zeros((2, 3, 5), int), jnp.zeros((2, 2), int))
+
+
 def test_wrong_shapes_are_named() -> None:
     with pytest.raises(ValueError, match="draft_tokens has shape"):
         osj.verify(1, jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), int))

@@ -82,9 +82,9 @@ def checked_dims(operation: str, dim: Any, ndim: int) -> tuple[int, ...]:
     return dims or tuple(range(max(ndim, 1)))
 
 
-def check_options(library: Library, call: Call) -> None:
-    """Check the score options of a call against its input."""
-    operation, x, dim, options = call.operation.name, call.x, call.settings.dim, call.options
+def check_options(library: Library, call: Call, function: str = "") -> None:
+    """Check the score options of a call against its input; `function` has a name other than that of the operation."""
+    operation, x, dim, options = function or call.operation.name, call.x, call.settings.dim, call.options
     if options is None:
         return
     caller = f"{operation}()"

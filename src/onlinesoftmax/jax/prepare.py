@@ -99,9 +99,9 @@ def rows_of(name: str, x: Array, axis: Axis, options: ScoreOptions, axis_name: A
     return Rows(array_types.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
 
 
-def checked_input(name: str, x: Any) -> Array:
+def checked_input(name: str, x: Any, argument: str = "") -> Array:
     """The input of an operation as an array; the logits of an operation with targets are floating-point."""
-    argument = "logits" if has_target(name) else "x"
+    argument = argument or ("logits" if has_target(name) else "x")
     check_no_list(name, argument, x)
     if array_kind(x) == "torch":
         # JAX would not compute its gradient.
@@ -109,7 +109,7 @@ def checked_input(name: str, x: Any) -> Array:
     x = jnp.asarray(x)
     if has_target(name):
         if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"{name}: logits must be floating point, got {x.dtype}")
+            raise TypeError(f"{name}: {argument} must be floating point, got {x.dtype}")
         return x
     # jax.nn.logsumexp takes booleans, and the functions with a result per element do not.
     if x.dtype == jnp.bool_ and not OPERATIONS[name].per_row:

@@ -83,7 +83,7 @@ def reaches_min_p(z: Tensor, temperature: Tensor, given: Parameters) -> Tensor:
     """True for the scores, less the largest, that min_p keeps."""
     if given.min_p is None:
         return torch.ones_like(z, dtype=torch.bool)
-    return z >= temperature * given.min_p.clamp(max=1.0).log().unsqueeze(1)
+    return z >= temperature * given.min_p.clamp(0.0, 1.0).log().unsqueeze(1)
 
 
 def number_of(top_k: Tensor, finite: Tensor) -> Tensor:

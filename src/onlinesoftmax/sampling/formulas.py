@@ -108,7 +108,7 @@ def distribution_of(of: Functions, scores: Array, given: Parameters) -> Distribu
         some = _largest_of(of, scores, kept, masses, xp.maximum(wanted, 1), given.first)
         kept = xp.where(given.top_p < 1, some, kept)
     if given.min_p is not None:
-        kept = kept & (z >= temperature * xp.log(xp.minimum(given.min_p, 1.0)))
+        kept = kept & (z >= temperature * xp.log(xp.clip(given.min_p, 0.0, 1.0)))
     kept = xp.where(greedy, xp.arange(scores.shape[-1]) == largest, kept)
     log_sum = _log_sum(of, z / temperature, kept) if wide else _log(of, xp.where(kept, masses, 0))
     return Distribution(z, kept, m, temperature, log_sum, valid)

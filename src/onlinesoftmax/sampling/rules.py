@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..core.arguments import Library, check_index, check_options, checked_dim, checked_number
 from ..core.arrays import Array
 from ..core.call import Call, Settings
@@ -97,7 +99,7 @@ def checked_part(
         raise NotImplementedError(f"{caller}: {argument} must be floating point, got {logits.dtype}")
     axis = checked_dim(name, dim, logits.ndim)
     given = checked_options(name, *options, False, "nan")
-    check_options(library, Call(OPERATIONS["softmax"], logits, Settings(axis), given, None))
+    check_options(library, Call(OPERATIONS["softmax"], logits, Settings(axis), given, None), name)
     rows = (*logits.shape[:axis], *logits.shape[axis + 1 :])
     tokens = logits.shape[axis] if logits.ndim else 0
     return Logits(library, name, logits, axis, given or ScoreOptions(), rows, tokens)
@@ -111,7 +113,7 @@ def check_has_tokens(logits: Logits, argument: str) -> None:
 
 def checked_choice(caller: str, argument: str, value: Any, choices: tuple[str, ...]) -> str:
     """One of these words."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{caller}: {argument} must be {' or '.join(map(repr, choices))}, got {value!r}")
     return str(value)
 
@@ -147,9 +149,13 @@ def checked_parameters(
 
 def checked_between(logits: Logits, argument: str, value: Any, whole: bool, low: float, high: float) -> Any:
     """A number from `low` to `high`, an integer where `whole` is True."""
-    number = checked_number(logits.library, logits.name, argument, value, int if whole else float)
+    name, kind, flag = logits.name, int if whole else float, isinstance(value, bool | np.bool_)
+    if flag or not hasattr(value, "__index__" if whole else "__float__") or getattr(value, "shape", ()) != ():
+        wanted, array = "an int" if whole else "a number", type(logits.x).__name__
+        raise TypeError(f"{name}(): {argument} must be {wanted} or {array}, as logits is, not {type(value).__name__}")
+    number = checked_number(logits.library, name, argument, value, kind)
     if not low <= number <= high:
-        raise ValueError(f"{logits.name}(): {argument} must be from {low} to {high}, got {value}")
+        raise ValueError(f"{name}(): {argument} must be from {low} to {high}, got {value}")
     return number
 
 
@@ -179,13 +185,20 @@ def rows_of_drafts(target: Logits, tokens: Any, draft: Logits | None) -> tuple[i
         tokens: The drafted tokens.
         draft: The logits of the draft model, if there are any.
     """
-    library, name, caller = target.library, target.name, f"{target.name}()"
-    if not target.rows:
+    library, caller = target.library, f"{target.name}()"
+    if not target.rows or not target.rows[-1]:
         raise ValueError(f"{caller}: target_logits must have shape (..., n + 1, tokens), got {tuple(target.x.shape)}")
     *rows, places = target.rows
     library.check_array(caller, "draft_tokens", tokens, target.x)
-    check_index(library, caller, "draft_tokens", target.x, tokens, (*rows, places - 1))
-    wanted = (*rows, places - 1, target.x.shape[-1])
-    if draft is not None and draft.x.shape != wanted:
-        raise ValueError(f"{name}(): draft_logits has shape {tuple(draft.x.shape)}, and must have {wanted}")
+    wanted = (*rows, places - 1)
+    if tokens.shape == wanted:
+        check_index(library, caller, "draft_tokens", target.x, tokens, wanted)
+    else:
+        raise ValueError(f"{caller}: draft_tokens has shape {tuple(tokens.shape)}, and must have {wanted}")
+    if draft is None:
+        return tuple(rows)
+    wanted = (*wanted, target.tokens)
+    if draft.x.shape != wanted:
+        raise ValueError(f"{caller}: draft_logits has shape {tuple(draft.x.shape)}, and must have {wanted}")
+    library.check_place(caller, "draft_logits", draft.x, target.x)
     return tuple(rows)

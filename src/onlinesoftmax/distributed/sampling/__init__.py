@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from ...core.agreement import kind_of
+from ...core.options import is_number
 from ...core.processes import group_or_default
 from ...sampling.arguments import Logits, checked_count, checked_part, checked_target
 from ...sampling.results import Sampled, TopLogprobs
@@ -104,7 +105,7 @@ def topk_logprobs(
         >>> found.indices, found.target_rank
         (tensor([[1, 3]]), tensor([3]))
     """
-    if not isinstance(scale, int | float):
+    if not is_number(scale):
         raise TypeError(f"topk_logprobs(): scale must be a number, not {type(scale).__name__}")
     numbers = {"k": k, "target": kind_of(target), "scale": float(scale)}
     logits, team = _agreed("topk_logprobs", (local, dim, scale, softcap, None, mask), numbers, shards, group)

@@ -31,7 +31,7 @@ def checked_rows(name: str, logits: Any, axis: Any, options: ScoreOptions, argum
     """The logits with their tokens on the last axis, and the arrays of the score options."""
     if isinstance(axis, bool) or not hasattr(axis, "__index__"):
         raise TypeError(f"{name}: axis must be an int, not {type(axis).__name__}")
-    rows = rows_of(name, checked_input(name, logits), operator.index(axis), options)
+    rows = rows_of(name, checked_input(name, logits, argument), operator.index(axis), options)
     if not rows.cols:
         raise ValueError(f"{name}: {argument} has no tokens, its shape is {rows.shape}")
     return rows
@@ -82,7 +82,7 @@ def _with_axes(value: Array, rows: tuple[int, ...]) -> Array | Words:
 
 def checked_seed(name: str, rows: tuple[int, ...], seed: Any) -> Array | Words:
     """The seed: an integer, integers of the rows, or keys of JAX, of which the last two words are the seed."""
-    if not hasattr(seed, "dtype") or not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+    if array_kind(seed) != "jax" or not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return checked_of_rows(name, rows, "seed", seed, "int64", 0, LARGEST_INT64)
     if not broadcasts(seed.shape, rows):
         raise ValueError(f"{name}: seed must be a key or have one for each row, of shape {rows}; got {seed.shape}")

@@ -34,7 +34,7 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     row.k = k > 0 && k < p.cols ? k : 0, row.top_p = row.greedy ? 1 : top_p;
     row.divisor = row.greedy || !row.valid ? 1 : double(temperature);
     row.rate = fmin(float(LOG2_E / row.divisor), LARGEST_FLOAT32);
-    row.least = row.greedy || !p.min_p ? -INF : row.divisor * natural_log(fmin(min_p, 1.0));
+    row.least = row.greedy || !p.min_p ? -INF : row.divisor * natural_log(fmin(fmax(min_p, 0.0), 1.0));
     row.by_mass = !row.greedy && !row.k;
     // Behind this distance, 2^32 tokens have less than 1 - top_p of the mass together.
     row.span = row.by_mass ? float(row.divisor * (LOG_2 * 32 - natural_log(fmax(1 - row.top_p, 1e-9)))) : 0;
