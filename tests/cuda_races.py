@@ -106,8 +106,8 @@ def reduce_losses(rows: int, folder: Path) -> None:
 
 
 def sample(folder: Path) -> None:
-    """Run the kernel that samples, with and without top_k, on rows of two blocks."""
-    rows, cols, top = 2, 2000, 3
+    """Run the kernel that samples, with and without top_k, on rising rows of two blocks, whose lists are cut."""
+    rows, cols, top = 2, 18_000, 3
     arrays: dict[str, Any] = {
         "x": np.linspace(-3, 3, rows * cols, dtype=np.float32), "temperature": np.ones(rows, np.float32),
         "top_k": np.array([40, 0]), "top_p": np.full(rows, 0.5), "min_p": np.full(rows, 0.01),
@@ -132,7 +132,7 @@ def sample_unfiltered(folder: Path) -> None:
         "token": np.zeros(rows, np.int64), "logprob": np.zeros(rows, np.float32), "lse": np.zeros(rows, np.float32),
         "kept": np.zeros(rows, np.int64), "valid": np.zeros(rows, np.uint8),
     }  # fmt: skip
-    numbers = cols, cols, unfiltered.slice_of(cols, 2), 0, 0, 0
+    numbers = cols, cols, sampling.slice_of(cols, 2), 0, 0, 0
     fields = np.array([*(arrays[name].ctypes.data for name in unfiltered.POINTERS), *numbers])
     shape = unfiltered.Shape("float32", 2, 64, True, False)
     cuda_simulator.simulate_sample(shape, fields, rows, folder, unfiltered)

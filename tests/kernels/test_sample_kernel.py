@@ -132,6 +132,14 @@ def test_rows_whose_candidates_come_late_or_do_not_fit_a_list(filters: dict[str,
         check(x, 2, folder, 3, seed=torch.arange(4), ties=ties, **filters)
 
 
+def test_a_list_that_overflows_does_not_hide_the_rest_of_the_slice(folder: Path) -> None:
+    # Two tiles of equal scores fill the list; what follows them is larger, or NaN.
+    x = torch.full((3, 8_400), -1e4)
+    x[0, 8_300], x[1, 8_350], x[2, 8_399] = 3.0, torch.nan, torch.inf
+    for filters in ({"top_k": 5}, {"top_k": 5, "top_p": 0.5}):
+        check(x, 1, folder, 2, seed=torch.arange(3), **filters)
+
+
 def test_few_rows_have_many_blocks() -> None:
     hopper, ampere, ada = (KNOWN[name] for name in ("h100", "a100", "l4"))
     few, many = (source.cluster_of(rows, 128256, hopper) for rows in (1, 1024))

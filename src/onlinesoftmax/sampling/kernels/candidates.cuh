@@ -70,12 +70,15 @@ __device__ inline void compact(uint64* list, unsigned least, Board* board) {
     __syncthreads();
 }
 
-// Cuts a list to its n largest keys and some more, of which the largest has the score word `most`.
-__device__ __noinline__ void cut(uint64* list, int n, unsigned most, Board* board) {
+// Cuts a list to its n largest keys and some more, of which the largest has the score word `most`.  Returns how many
+// keys are left: after the last barrier, other threads may insert keys.
+__device__ __noinline__ int cut(uint64* list, int n, unsigned most, Board* board) {
     const unsigned least = reached(list, board->count, n, word_of(board->threshold), most);
     compact(list, least, board);
+    const int count = int(board->count);
     if (threadIdx.x == 0) board->threshold = fmax(finite_score(least), board->threshold);
     __syncthreads();
+    return count;
 }
 
 // Sorts a list from its largest key on; there is room for the next power of two of keys.

@@ -146,12 +146,11 @@ __device__ inline void first_pass(
                 }
             }
         }
-        if (wanted && __syncthreads_or(crowded)) {
-            cut(list, wanted, word_of(INF), board);
-            if (board->count > FEW) {
-                fits = false;
-                break;
-            }
+        if (wanted && __syncthreads_or(crowded) && cut(list, wanted, word_of(INF), board) > FEW) {
+            // Too many equal scores.  Nothing more is listed, but the rest of the slice may have the largest score, or NaN.
+            slice.each([&](float x, unsigned) { peak = fmax(peak, x), bad |= x != x; });
+            fits = false;
+            break;
         }
     }
     raise(&board->peak, word_of(peak));
@@ -194,8 +193,7 @@ __device__ inline int sort_largest(uint64* list, int count, int wanted, float m,
         __syncthreads();
         if (threadIdx.x == 0) board->count = count;
         __syncthreads();
-        cut(list, wanted, word_of(m), board);
-        count = board->count;
+        count = cut(list, wanted, word_of(m), board);
     }
     sort(list, count);
     return count;
