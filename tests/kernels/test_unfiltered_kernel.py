@@ -135,6 +135,17 @@ def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}], ids=str)
+def test_a_gpu_that_is_not_the_current_one_samples(filters: dict[str, Any]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):  # the second call is prepared
+        got = osm.sample(x.to("cuda:1"), seed=7, **filters)
+        assert torch.equal(got.token.cpu(), osm.sample(x, seed=7, **filters).token)
+
+
+@pytest.mark.gpu
 def test_prepared_calls_take_other_numbers_and_graphs() -> None:
     x = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(3))
     on_gpu, seed, offset = x.cuda(), torch.arange(6).reshape(2, 3), torch.zeros(2, 3, dtype=torch.int64)

@@ -56,7 +56,9 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         call.fields[i] = number
     call.config.grid[0] = rows * cluster
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
-    driver.launch(call, index, "launching sample_kernel")
+    # The default stream is that of the current device.
+    with torch.cuda.device(index):
+        driver.launch(call, index, "launching sample_kernel")
     pool.give_back(call)
     tops = (out["top_tokens"], out["top_logprobs"]) if top else (None, None)
     return Sampled(out["token"], out["logprob"], out["lse"], out["kept"], out["valid"], *tops)
