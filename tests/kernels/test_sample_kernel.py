@@ -14,7 +14,7 @@ import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import source
+from onlinesoftmax.sampling.kernels import source, unfiltered
 
 Tensor = torch.Tensor
 
@@ -27,8 +27,7 @@ EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
 def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    aligned = not (x.data_ptr() | x.stride(0) * x.element_size()) % 16
-    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, aligned)
+    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, unfiltered.is_aligned(x))
     dtypes = dict.fromkeys(("seed", "offset", "top_k", "token", "kept", "top_tokens"), torch.int64)
     dtypes |= {"top_p": torch.float64, "min_p": torch.float64}
     tensors = {

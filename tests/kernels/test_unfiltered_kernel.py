@@ -13,7 +13,7 @@ import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import unfiltered
+from onlinesoftmax.sampling.kernels import source, unfiltered
 
 Tensor = torch.Tensor
 
@@ -24,12 +24,11 @@ THREADS = 64
 def simulated(x: Tensor, cluster: int, folder: Path, raw: bool, **given: Tensor) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    aligned = not (x.data_ptr() | x.stride(0) * x.element_size()) % 16
-    shape = unfiltered.Shape(str(x.dtype).removeprefix("torch."), cluster, THREADS, aligned, raw)
+    shape = unfiltered.Shape(str(x.dtype).removeprefix("torch."), cluster, THREADS, unfiltered.is_aligned(x), raw)
     whole, real = torch.int64, torch.float32
     out = {"token": whole, "logprob": real, "lse": real, "kept": whole, "valid": torch.bool}
     memory = {"x": x, **given} | {name: torch.full((rows,), 77, dtype=dtype) for name, dtype in out.items()}
-    numbers = x.stride(0), cols, unfiltered.slice_of(cols, cluster), 0, 0, 0
+    numbers = x.stride(0), cols, source.slice_of(cols, cluster), 0, 0, 0
     fields = [*(memory[name].data_ptr() for name in unfiltered.POINTERS), *numbers]
     simulate_sample(shape, np.array(fields, np.int64), rows, folder, unfiltered)
     return {name: memory[name] for name in out}
@@ -112,7 +111,7 @@ def test_few_rows_use_many_multiprocessors_and_short_rows_few_threads() -> None:
     for device, most in ((hopper, 16), (ada, 1)):
         for rows, cols in ((1, 1), (1, 128256), (8, 128256), (64, 32000), (512, 128256), (10_000, 1000), (1, 1 << 31)):
             shape = unfiltered.shape_of(rows, cols, "float32", True, False, device)
-            length = unfiltered.slice_of(cols, shape.cluster)
+            length = source.slice_of(cols, shape.cluster)
             assert length * shape.cluster >= cols > length * (shape.cluster - 1)
             assert shape.cluster <= most
             assert rows * shape.cluster <= max(rows, device.multiprocessors)

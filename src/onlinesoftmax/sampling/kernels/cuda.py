@@ -35,8 +35,7 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     cluster = cluster_of(rows, cols, from_torch("cuda", index))
     if cluster is None:
         return None
-    aligned = not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
-    shape, length = Shape(dtype, cluster, aligned), slice_of(cols, cluster)
+    shape, length = Shape(dtype, cluster, unfiltered.is_aligned(scores)), slice_of(cols, cluster)
 
     def new(*more: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *more, dtype=dtype, device=scores.device)

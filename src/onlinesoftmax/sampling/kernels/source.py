@@ -74,7 +74,7 @@ class Shape(NamedTuple):
 
 
 def slice_of(cols: int, cluster: int) -> int:
-    """Tokens of a slice: a multiple of 8, which is whole chunks, and whole blocks of the noise."""
+    """Tokens of a block: a multiple of 8, which is whole chunks of 16 bytes, and whole groups of four for the noise."""
     return -(-cols // (8 * cluster)) * 8
 
 
@@ -107,12 +107,22 @@ def source(shape: Shape) -> str:
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers = {
-        "THREADS": THREADS, "CLUSTER": shape.cluster, "VECTOR": 16 // ITEMSIZE[shape.dtype], "RESIDENT": RESIDENT,
-        "MOST_CANDIDATES": MOST_TOP, "MASS_BITS": MASS_BITS, "ROUNDS": ROUNDS, "ALIGNED": shape.aligned, "FEW": _FEW,
-        "CAPACITY": _CAPACITY, "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE,
+        "THREADS": THREADS, "CLUSTER": shape.cluster, "RESIDENT": RESIDENT, "ALIGNED": shape.aligned,
+        "MOST_CANDIDATES": MOST_TOP, "FEW": _FEW, "CAPACITY": _CAPACITY, "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE,
     }  # fmt: skip
+    return constants_of(shape.dtype, numbers)
+
+
+def constants_of(dtype: str, numbers: dict[str, bool | int]) -> str:
+    """C++ text of the type of the logits, X, and of the constants of a kernel.
+
+    Args:
+        dtype: Dtype of the logits.
+        numbers: Constants of this kernel; those that all kernels of sampling have are added.
+    """
+    common = {"VECTOR": 16 // ITEMSIZE[dtype], "MASS_BITS": MASS_BITS, "ROUNDS": ROUNDS}
     floats = {f"POWER_{i}": float(c) for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
     doubles = {"LOG2_E": math.log2(math.e), "LOG_2": math.log(2.0)}
     constants = [("float", name, f"{value!r}f") for name, value in floats.items()]
     constants += [("double", name, repr(value)) for name, value in doubles.items()]
-    return declarations({"X": shape.dtype}, [*typed(numbers), *constants])
+    return declarations({"X": dtype}, [*typed(common | numbers), *constants])

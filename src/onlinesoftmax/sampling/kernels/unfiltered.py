@@ -12,18 +12,16 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
 
 from ...core.device import Device
-from ...core.options import LARGEST_FLOAT32
 from ...core.task import ITEMSIZE
 from ...kernels import cuda
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
-from ...kernels.cuda.source import declarations, program, typed
+from ...kernels.cuda.source import program
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ..masses import MASS_BITS, POWER_OF_TWO
-from ..philox import ROUNDS
 from ..results import Sampled
 from .choice import refusal
+from .source import constants_of, slice_of
 
 Tensor = torch.Tensor
 
@@ -91,11 +89,6 @@ def most_blocks(device: Device) -> int:
     return 16 if device.compute_capability[0] == 9 else 8 if device.compute_capability >= (9, 0) else 1
 
 
-def slice_of(cols: int, cluster: int) -> int:
-    """Tokens of a block: a multiple of 8, which is whole chunks, and whole blocks of the noise."""
-    return -(-cols // (8 * cluster)) * 8
-
-
 def dynamic_bytes(shape: Shape) -> int:
     """Bytes of the logits that are under way."""
     return STAGES * TOKENS * shape.threads * ITEMSIZE[shape.dtype]
@@ -111,15 +104,15 @@ def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     resident = RESIDENT_THREADS // (1 if shape.aligned else 2) // shape.threads
     numbers = {
-        "THREADS": shape.threads, "RESIDENT": max(resident, 1), "CLUSTER": shape.cluster,
-        "VECTOR": 16 // ITEMSIZE[shape.dtype], "STAGES": STAGES, "MASS_BITS": MASS_BITS, "ROUNDS": ROUNDS,
+        "THREADS": shape.threads, "RESIDENT": max(resident, 1), "CLUSTER": shape.cluster, "STAGES": STAGES,
         "ALIGNED": shape.aligned, "RAW": shape.raw,
     }  # fmt: skip
-    floats = {f"POWER_{i}": float(c) for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
-    doubles = {"LOG2_E": math.log2(math.e), "LOG_2": math.log(2.0)}
-    constants = [("float", name, f"{value!r}f") for name, value in floats.items()]
-    constants += [("double", name, repr(value)) for name, value in doubles.items()]
-    return declarations({"X": shape.dtype}, [*typed(numbers), *constants])
+    return constants_of(shape.dtype, numbers)
+
+
+def is_aligned(scores: Tensor) -> bool:
+    """True where every row of (rows, tokens) begins on 16 bytes."""
+    return not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
 
 
 Run = Callable[[Tensor, Tensor | float, Tensor | int, Tensor | int], Sampled]
@@ -140,8 +133,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
     if refusal(dtype, count, scores.stride(1) == 1) or cols >> 32:
         return None
-    aligned = not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
-    shape = shape_of(count, cols, dtype, aligned, raw, from_torch("cuda", index))
+    shape = shape_of(count, cols, dtype, is_aligned(scores), raw, from_torch("cuda", index))
     if count * shape.cluster >= 1 << 31:
         return None
     return _bound(shape, rows, count, scores.stride(0), cols, index)
