@@ -276,7 +276,7 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --op linear_cross_entropy --classes 7 --memory 6XB", "--memory '6XB': expected a positive"),
         ("explain 12x5 --op linear_cross_entropy --classes 7 --memory 1", "memory is 1 bytes, and one token"),
         ("explain 12x5 --op linear_token_loss --classes 7 --gradients x", "unknown gradient 'x'"),
-        ("explain 12x5 --op linear_token_loss --classes 7 --ptx", "--ptx: name the operation"),
+        ("explain 12x5 --op linear_token_loss --classes 7 --ptx", "--ptx: name an operation"),
         ("explain 12x5 --classes 7", "softmax() has no linear_weight"),
         ("apply missing.npy y.npy", "missing.npy: cannot be read: No such file or directory"),
         ("apply x.txt y.txt", "x.txt"),

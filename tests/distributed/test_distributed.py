@@ -20,7 +20,7 @@ from distributed import (
     files,
     fsdp,
     mistakes,
-    pages,
+    page_blocks,
     passes,
     peer_memory,
     processes,
@@ -183,9 +183,9 @@ def test_the_benchmark_of_sharded_rows(check: Callable[[Path], None], tmp_path: 
 @pytest.mark.parametrize("page", ["distributed", "sharded_heads"])
 def test_python_prints_the_output_shown(page: str, tmp_path: Path) -> None:
     """Each block is run by as many processes as its comment says."""
-    for block in pages.blocks_of(page):
-        (tmp_path / pages.CODE).write_text(block.code)
-        processes.as_torchrun(pages.run_the_block, block.size, tmp_path)
+    for block in page_blocks.blocks_of(page):
+        (tmp_path / page_blocks.CODE).write_text(block.code)
+        processes.as_torchrun(page_blocks.run_the_block, block.size, tmp_path)
         printed = "".join((tmp_path / f"{rank}.txt").read_text() for rank in range(block.size))
         assert printed == block.shown or not block.shown, block.code
 

@@ -18,7 +18,7 @@ import onlinesoftmax.jax as osj
 from onlinesoftmax.linear import plans
 
 TOKENS, HIDDEN, CLASSES = (8, 6), 6, 24
-IN_TOKENS, IN_COLUMNS = 8 * 24 * 4, 48 * 4 * 4 + 60
+IN_TOKENS, IN_COLUMNS = 8 * 24 * 4, 48 * (4 + 6) * 4 + 60
 """Bytes with which whole arrays are cut into chunks of tokens and of columns."""
 
 

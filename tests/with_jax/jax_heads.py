@@ -14,12 +14,12 @@ import numpy as np
 
 import onlinesoftmax.jax as osj
 
-TOKENS, HIDDEN, CLASSES = (3, 5), 7, 11
+TOKENS, HIDDEN, CLASSES = (3, 5), 7, 40
 
-MEMORY = {"stored": None, "tokens": 8 * 11 * 8, "columns": 15 * 4 * 8 + 60}
+MEMORY = {"stored": None, "tokens": 8 * 40 * 8, "columns": 15 * (4 + 7) * 8 + 60}
 """Bytes with which small problems in float64 take each plan."""
 
-IN_FLOAT32 = {"stored": None, "tokens": 8 * 11 * 4, "columns": 15 * 4 * 4 + 60}
+IN_FLOAT32 = {"stored": None, "tokens": 8 * 40 * 4, "columns": 15 * (4 + 7) * 4 + 60}
 """The same in float32."""
 
 

@@ -39,10 +39,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "z_loss": {"z_loss": 0.01, "scale": 0.7},
     "smoothing": {"label_smoothing": 0.1, "z_loss": 0.01, "softcap": 3.0, "scale": -1.3},
     "scale": {"scale": np.linspace(-1, 2, 15).reshape(TOKENS), "softcap": 3.0},
-    "weight": {"weight": np.arange(1.0, 12.0), "token_weight": np.arange(15.0).reshape(TOKENS)},
+    "weight": {"weight": np.arange(1.0, 41.0), "token_weight": np.arange(15.0).reshape(TOKENS)},
     "everything": {
         "label_smoothing": 0.2, "z_loss": 0.02, "softcap": 4.0, "scale": np.linspace(2, -1, 15).reshape(TOKENS),
-        "weight": np.arange(1.0, 12.0) / 11,
+        "weight": np.arange(1.0, 41.0) / 40,
         "token_weight": np.arange(15.0).reshape(TOKENS),
     },
 }  # fmt: skip
@@ -180,7 +180,7 @@ def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_statistics() -> None:
     # With a negative scale, a bias of -inf would be a logit of inf, and every statistic NaN or inf.
-    a = {**head("float32"), "b": jnp.arange(11.0) / 9}
+    a = {**head("float32"), "b": jnp.arange(40.0) / 9}
     options = {"z_loss": 0.1, "memory": IN_FLOAT32["tokens"]}
 
     def both() -> Any:
@@ -238,7 +238,7 @@ def test_kernels_on_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     del a["b"]
 
     def every(x: Any, w: Any) -> Any:
-        return osj.linear_cross_entropy(x, w, a["target"], softcap=3.0, label_smoothing=0.1, memory=4 * 11 * 4)
+        return osj.linear_cross_entropy(x, w, a["target"], softcap=3.0, label_smoothing=0.1, memory=4 * 40 * 4)
 
     theirs = jax.jit(jax.grad(every, (0, 1)))(a["x"], a["w"])
     monkeypatch.setattr(rows, "CHOICE", Choice("pallas", "row"))
@@ -275,10 +275,10 @@ def test_the_functions_for_torch_give_the_same() -> None:
     torch = pytest.importorskip("torch", reason="compares with the functions for torch")
     import onlinesoftmax as osm
 
-    a = {**head("float32"), "b": jnp.arange(11.0) / 9}
+    a = {**head("float32"), "b": jnp.arange(40.0) / 9}
     x, w, b = (torch.tensor(np.asarray(a[name]), requires_grad=True) for name in "xwb")
     target = torch.tensor(np.asarray(a["target"]))
-    weight, options = np.arange(11.0, dtype=np.float32), {"z_loss": 0.1, "scale": 0.7, "label_smoothing": 0.1}
+    weight, options = np.arange(40.0, dtype=np.float32), {"z_loss": 0.1, "scale": 0.7, "label_smoothing": 0.1}
     y = osm.linear_cross_entropy(x, w, target, linear_bias=b, weight=torch.tensor(weight), **options)
     theirs = y.detach(), dict(zip("xwb", torch.autograd.grad(y, [x, w, b]), strict=True))
     ours = jax.jit(jax.value_and_grad(lambda some: ours_of({**a, **some}, weight=weight, **options)))
