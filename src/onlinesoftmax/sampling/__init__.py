@@ -48,12 +48,12 @@ def sample(
 
     Args:
         logits: Floating-point tensor of any shape and strides, or a NumPy array; the other arrays are of the same kind.
-            A DTensor gives DTensors that are sharded as its rows
-            are; if `dim` is sharded, no logits are exchanged (`onlinesoftmax.distributed.sample`).
+            A DTensor gives DTensors that are sharded as its rows are; if `dim` is sharded, no logits are exchanged
+            (`onlinesoftmax.distributed.sample`).
         temperature: Divisor of the scores.  A row with 0 takes its largest score, of equal ones that with the
             lowest token id.  Rounded to float32.
         top_k: Number of tokens to keep; None, 0, -1 or too many for all.
-        top_p: Part of the probability to keep; None, or 1 and more, for all.
+        top_p: Part of the probability to keep, at least one token; None, or 1 and more, for all.
         min_p: Smallest probability to keep, as a part of the largest, from 0 to 1; None or 0 for all.
         seed: Integer from 0 to 2^63 - 1.  None draws one for each row from `generator`.
         offset: Position in the random stream of the seed, such as the position of the token in the text.
@@ -78,7 +78,7 @@ def sample(
 
     Raises:
         TypeError, RuntimeError, ValueError, IndexError: an argument has the wrong type, dtype, device, shape or value.
-            The values of tensors are not read.
+            The values of tensors are not read: a negative top_k keeps all, and top_p and min_p below 0 count as 0.
 
     Source:
         Gumbel noise: Maddison, Tarlow and Minka, "A* Sampling", 2014; its generator is Philox4x32-7.
@@ -140,13 +140,15 @@ def topk_logprobs(
 ) -> TopLogprobs:  # fmt: skip
     """The k largest scores of each row, their log-probabilities, and the log-probability and rank of a target.
 
-    Of equal scores, that of the lower token id comes first.  Values, log-probabilities and lse are differentiable in
-    the logits.
+    Of equal scores, that of the lower token id comes first, and NaN before all.  In a row with NaN or +inf, or with
+    nothing but -inf, the log-probabilities are NaN.  Values, log-probabilities and lse are differentiable in the
+    logits.
 
     Args:
-        logits: Floating-point tensor of any shape and strides.
+        logits: Floating-point tensor of any shape and strides, or a NumPy array.
         k: Number of tokens, from 0 to those of a row.
-        target: A token of each row: integers in the shape of `logits` without `dim`.
+        target: A token of each row: integers in the shape of `logits` without `dim`.  A number that is no token has
+            the rank 0 and the log-probability NaN.
         scale, softcap, mask: As for `token_logprobs`.
         dim: The dimension of the tokens.
 

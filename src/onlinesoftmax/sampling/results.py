@@ -51,7 +51,8 @@ class TopLogprobs(NamedTuple):
         values: Scores, float32 (float64 for float64 logits), by falling size; NaN first; differentiable.
         indices: Their tokens, int64; of equal scores, the lower id first.
         logprobs: Logarithms of their probabilities; differentiable.
-        target_logprob: Logarithm of the probability of the target, differentiable; None without a target.
+        target_logprob: Logarithm of the probability of the target, differentiable; NaN where it is no token; None
+            without a target.
         target_rank: Rank of the target in the order of all scores, from 1, int64; 0 where it is no token; None
             without a target.
         lse: Logsumexp of the scores; differentiable.

@@ -35,9 +35,9 @@ def sample(
     Args:
         seed: Integer from 0 to 2^63 - 1, or an array with one for each row; or a key of JAX, or one for each row.
             `jax.random.key(7)` gives the tokens of the seed 7: the last two words of a key are the high and the low
-            half of the seed.  Equal rows with one seed get the same token, so give each row its own, or its own offset.
+            half of the seed.  The words of `jax.random.PRNGKey`, which have no type of their own, are taken for two
+            seeds.  Equal rows with one seed get the same token, so give each row its own, or its own offset.
         logits: Floating-point array of any shape.
-            The words of `jax.random.PRNGKey`, which have no type of their own, are taken for two seeds.
         temperature: Divisor of the scores; 0 for the largest score, of equal ones that with the lowest token id.  This
             and each of the following is a number, or an array that broadcasts to the shape of the rows.
         top_k: Number of tokens to keep; None, 0, -1 or too many for all.
@@ -46,7 +46,7 @@ def sample(
         offset: Position in the random stream of the seed, such as the position of the token in the text.
         bias: Floating-point array that broadcasts to the shape of the logits.
         where: Boolean array that broadcasts to the shape of the logits: True for the tokens that can be sampled.
-        softcap: A positive number that bounds the scores; None for no bound.
+        softcap: Soft bound on the magnitude of the logits: a positive number; None for no bound.
         ties: "keep" keeps all tokens with the score of the last one that top_k or top_p keeps; "first" keeps those with
             the lowest ids.
         top_logprobs: Number of the largest log-probabilities to return.

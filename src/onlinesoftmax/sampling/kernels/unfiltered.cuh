@@ -6,8 +6,8 @@
 // Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^32 - 1 tokens.
 //
 // A token wins with the largest x / temperature - log(E), E = -log(u), so with the largest key e / E, where e is the power
-// of its logit that is added up anyway.  docs/sampling.md says how the pass leaves out logarithms, and why the token is
-// nevertheless that of the formula.
+// of its logit that is added up anyway.  docs/sampling_kernels.md says how the pass leaves out logarithms, and why the
+// token is nevertheless that of the formula.
 
 struct Unfiltered {
     const X* x;
