@@ -6,6 +6,8 @@
 
 // Keys in the list of the tokens between the scores, and in that of the tokens that may win.
 constexpr int MOST_BETWEEN = 2048, MOST_RIVALS = 1024;
+static_assert(MOST_BETWEEN + MOST_RIVALS <= CAPACITY - FEW, "both stand behind the list");
+static_assert(MOST_ABOVE <= THREADS, "each thread reads one key of bin 0");
 
 // Part of a bin that the window takes on both sides, for the errors of the estimate.
 constexpr float MARGIN = 0.125f;
@@ -71,7 +73,7 @@ __device__ inline Estimate estimate(const Row& row, Slice& slice, const Spread& 
 // The sums of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it.
 enum { TOTAL, ABOVE, BETWEEN, NUMBER, LISTED, PASS_WORDS };
 
-// The same of all blocks; the lengths of the lists, and the keys of the blocks before this one.
+// The sums of all blocks, and the mass that top_p keeps; the lengths of both lists, in all blocks and in those before this.
 struct Found {
     uint64 sums[PASS_WORDS], goal;
     unsigned between, rivals, between_before, rivals_before;

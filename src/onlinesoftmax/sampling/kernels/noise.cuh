@@ -57,18 +57,12 @@ __device__ __noinline__ double gumbel(unsigned token, uint64 offset, uint64 seed
     return gumbel(bits_of(token, offset, seed));
 }
 
-// The noise that a score z, less the largest, needs to reach a key, less what rounding may have taken from it.  No noise
-// reaches NOISE_BOUND.
+// The noise that a score z, less the largest, needs to reach a key, less a bound of the rounding errors.  All noise is
+// below NOISE_BOUND.
 constexpr float NOISE_BOUND = 23;
 __device__ inline float missing_noise(float key, float z, float temperature) {
     if (key == -INF) return -INF;
     const float bound = fmin(key, LARGEST_FLOAT32);
     const float missing = (bound - z) / temperature - (1e-3f + 1e-6f * (fabs(bound) + fabs(z)) / temperature);
     return missing == missing ? missing : -INF;
-}
-
-__device__ inline float largest_of_lanes(float x) {
-#pragma unroll
-    for (int step = 16; step; step /= 2) x = fmax(x, across(x, step));
-    return x;
 }

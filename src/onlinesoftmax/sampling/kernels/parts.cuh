@@ -12,8 +12,10 @@ __device__ inline uint64 largest_of_lanes(uint64 x) {
 // 2^n for a whole number n up to 127; 0 below the normal numbers.
 __device__ inline float exact_power(float n) { return n < -126 ? 0 : __int_as_float((int(n) + 127) << 23); }
 
-// The result of a thread, a warp, a block or a row.
+// Flags of a part: it has a NaN; it has logits whose powers float32 does not hold.
 constexpr unsigned HAS_NAN = 1, IRREGULAR = 2;
+
+// The result of a thread, a warp, a block or a row.
 struct Part {
     uint64 key, second;   // the largest key and the one after it; 0 for none
     double sum;           // the sum of the powers, in units of 2^n
@@ -23,7 +25,7 @@ struct Part {
     unsigned absent;      // tokens with -inf
     unsigned flags;
 };
-constexpr int LOWEST = -(1 << 28);
+constexpr int LOWEST = -(1 << 28);   // the n of an empty sum: below every other
 __device__ inline Part nothing() { return {0, 0, 0, ~0u, 0, LOWEST, 0, 0}; }
 
 // Merges the parts of the lanes of a warp, for all of them; of equal keys, the lower token wins.
@@ -42,7 +44,7 @@ __device__ inline Part merge_lanes(Part a) {
     return to;
 }
 
-// A part in words: those of warps, and in block 0 those of blocks.
+// A part as 64-bit words; the last one holds n, two bits of flags, and `absent`.
 constexpr int PART_WORDS = 5;
 __device__ inline uint64 word_of(const Part& a, int i) {
     if (i < 2) return i ? a.second : a.key;
@@ -54,7 +56,9 @@ __device__ inline Part part_of(const uint64* words) {
     return {words[0], words[1], __longlong_as_double(words[2]), unsigned(words[3] >> 32),
             __uint_as_float(unsigned(words[3])), n_and_flags >> 2, unsigned(words[4]), unsigned(n_and_flags) & 3};
 }
-struct Board {
+
+// Where warps, and in block 0 the blocks of the cluster, leave their parts for the merge.
+struct PartBoard {
     uint64 of_warps[WARPS][PART_WORDS], of_blocks[CLUSTER][PART_WORDS];
     uint64 arrived;          // the barrier that counts the bytes of `of_blocks`
     uint64 bound;            // the largest key that the block has seen
@@ -65,7 +69,7 @@ struct Board {
 };
 
 // Merges the parts of the threads of a block, for its first warp.
-__device__ inline Part merge_block(Part a, Board& board) {
+__device__ inline Part merge_block(Part a, PartBoard& board) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     a = merge_lanes(a);
     if (lane < PART_WORDS) board.of_warps[warp][lane] = word_of(a, lane);
@@ -74,7 +78,7 @@ __device__ inline Part merge_block(Part a, Board& board) {
 }
 
 // Merges the parts of the blocks of a cluster, for the first warp of its first block.
-__device__ inline Part merge_cluster(Part a, Board& board, int rank) {
+__device__ inline Part merge_cluster(Part a, PartBoard& board, int rank) {
     if constexpr (CLUSTER > 1) {
         const int lane = threadIdx.x % 32;
         wait_for_beginnings();

@@ -18,8 +18,8 @@ struct Powers {
     double total;   // a step is added up in float32
 
     __device__ inline float of(float z) const { return power_of_two(fma(z, rate, -n)); }
-    // Chooses n anew for logits up to `peak`.  Returns false where their powers cannot be added up so.
-    __device__ inline bool refer_to(float peak) {
+    // Chooses n for logits up to `peak`, and converts the sum.  Returns false for a peak whose exponent float32 rounds.
+    __device__ inline bool choose_unit(float peak) {
         const float to = nearest(peak * rate);
         if (to == INF) return false;
         total *= exact_power(fmin(n - to, 127.0f)), n = to;
@@ -32,21 +32,22 @@ struct Powers {
     }
 };
 
-// A sum of the terms of a step beyond this makes a thread choose its n anew, so that the powers are exact.
+// A thread whose terms of a step add up to more than this chooses a new n before it adds them.
 constexpr float LARGE = 128;
 
-// The key of e / E in units of 2^n, which is above 0: a logarithm, linear between powers of two, in units of 2^-23.
+// The integer key of a quotient e / E, above 0 and in units of 2^n: its base-2 logarithm, linear between powers of two,
+// in units of 2^-23.  Keys with different n can be compared.
 constexpr int64 KEY_OF_ONE = int64(1) << 62;
 __device__ inline uint64 race_key(float key, float n) {
     return uint64(KEY_OF_ONE + int64(int(n)) * (1 << 23) + __float_as_int(key));
 }
-// The factor of e with which a token has to exceed 1 - u to reach a key, or nearly.
+// The reciprocal of a key, plus 0.1 % for rounding: a token reaches the key only if e * limit is at least 1 - u.
 __device__ inline float limit_of(uint64 key, float n) {
     const int64 bits = int64(key) - KEY_OF_ONE - int64(int(n)) * (1 << 23);
     if (!key || bits <= 0) return INF;
     return bits >= 254 << 23 ? 0 : 1.001f * reciprocal(__int_as_float(int(bits)));
 }
-// Keys that differ by less are compared exactly.
+// Keys that differ by less, 6e-5 of e / E, are compared exactly: the error of e / E is up to 1e-5.
 constexpr uint64 CLOSE = 512;
 
 // -log(u) for the uniform number u of random bits, with a relative error of 4e-6.

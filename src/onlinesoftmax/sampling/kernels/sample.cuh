@@ -1,9 +1,9 @@
-// Samples a token of each row of logits.
+// Samples a token of each row of logits with filters, and lists the largest log-probabilities.
 //
 // One block:  owns `slice` adjacent tokens of a row; CLUSTER blocks own a row.
 // Chosen:     where a filter or the largest log-probabilities are wanted.
 // Bytes:      one read of the logits from memory.  A row without top_k is read twice, the second time from the L2.
-// Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^32 - 1 tokens.
+// Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^23 - 1 tokens (masses.py).
 //
 // What is kept is what distribution.py keeps, bit for bit: masses are whole numbers, and every float32 operation behind
 // them is rounded by itself.  So the order of additions, and the cut of a row, do not matter.
@@ -23,7 +23,7 @@ struct Sampling {
     int64 top;     // number of the largest log-probabilities
 };
 
-// What a row asks for.
+// Reads the parameters of a row.
 __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     const float temperature = p.temperature[at];
     const double top_p = p.top_p ? p.top_p[at] : 1, min_p = p.min_p ? p.min_p[at] : 0;
@@ -42,7 +42,8 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// What the first pass finds: whether the lists are complete, the keys in them, and in those of the blocks before this one.
+// The result of the first pass: whether the lists are complete, and the number of keys in those of all blocks and in those
+// of the blocks before this one.
 struct Seen { bool fits; uint64 count, offset; };
 
 // Reads the slice: lists the tokens that can be among the wanted ones, counts the scores, and finds the largest.
