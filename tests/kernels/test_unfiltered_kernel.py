@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import source, unfiltered
+from onlinesoftmax.sampling.kernels import choice, source, unfiltered
 
 Tensor = torch.Tensor
 
@@ -116,6 +117,14 @@ def test_few_rows_use_many_multiprocessors_and_short_rows_few_threads() -> None:
             assert shape.cluster <= most
             assert rows * shape.cluster <= max(rows, device.multiprocessors)
             assert shape.threads <= max(length // 8, 64)
+
+
+def test_gpus_without_the_instructions_have_no_kernel() -> None:
+    ampere = KNOWN["a100"]
+    assert choice.refusal("float32", 1, True, ampere) is None
+    reason = choice.refusal("float32", 1, True, replace(ampere, compute_capability=(7, 5)))
+    assert reason is not None
+    assert "compute capability 8.0" in reason
 
 
 @pytest.mark.gpu

@@ -218,7 +218,7 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
     if not named and (reason := registry.unavailable("cuda")):
         return reason
     rows, tokens, dtype, adjacent, filters, top, _ = problem
-    if reason := refusal(dtype, rows, adjacent):
+    if reason := refusal(dtype, rows, adjacent, device):
         return reason
     if is_unfiltered(bool(filters), top):
         # It imports CUDA's launches.

@@ -30,9 +30,10 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         return None if run is None else run(scores, parameters.temperature, seed, offset)
     rows, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
-    if refusal(dtype, rows, scores.stride(1) == 1) or top > MOST_TOP:
+    device = from_torch("cuda", index)
+    if refusal(dtype, rows, scores.stride(1) == 1, device) or top > MOST_TOP:
         return None
-    cluster = cluster_of(rows, cols, from_torch("cuda", index))
+    cluster = cluster_of(rows, cols, device)
     if cluster is None:
         return None
     shape, length = Shape(dtype, cluster, unfiltered.is_aligned(scores)), slice_of(cols, cluster)

@@ -131,9 +131,10 @@ def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
     """
     count, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
-    if refusal(dtype, count, scores.stride(1) == 1) or cols >> 32:
+    device = from_torch("cuda", index)
+    if refusal(dtype, count, scores.stride(1) == 1, device):
         return None
-    shape = shape_of(count, cols, dtype, is_aligned(scores), raw, from_torch("cuda", index))
+    shape = shape_of(count, cols, dtype, is_aligned(scores), raw, device)
     if count * shape.cluster >= 1 << 31:
         return None
     return _bound(shape, rows, count, scores.stride(0), cols, index)
