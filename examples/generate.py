@@ -247,12 +247,19 @@ def without_cache(model: nn.Module, loop: Loop) -> Tensor:
     return tokens
 
 
+def positive(text: str) -> int:
+    """A number from 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, generate and print; the exit code is 1 if the text is another without the cache and the graph."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, help="steps of the training")
-    parser.add_argument("--length", type=int, default=40, help="tokens to generate")
+    parser.add_argument("--steps", type=positive, help="steps of the training")
+    parser.add_argument("--length", type=positive, default=40, help="tokens to generate")
     parser.add_argument("--prompt", default=PROMPT, help="words with which each text begins")
     options = parser.parse_args(arguments)
     on_gpu = options.device.startswith("cuda")
@@ -260,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = settings._replace(steps=options.steps or settings.steps)
     text = training_text(settings.vocabulary)
     try:
-        prompt = text.encode(options.prompt)
+        if not (prompt := text.encode(options.prompt)):
+            parser.error("--prompt: needs a word")
     except ValueError as error:
         parser.error(f"--prompt: {error}: only words of the training text can be read")
     model = trained_model(text, settings, options.device)

@@ -85,3 +85,10 @@ def test_an_unknown_word_is_named(example: ModuleType, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit):
         example.main(["--device", DEVICE, "--prompt", "The qwertz"])
     assert "--prompt: ' qwertz' is not in list" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", [("--length", "0"), ("--steps", "-1"), ("--prompt", "")], ids=str)
+def test_wrong_options_are_named(example: Any, given: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example.main(given)
+    assert given[0] in capsys.readouterr().err.splitlines()[-1]
