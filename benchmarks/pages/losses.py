@@ -56,7 +56,7 @@ def linear_token_logprobs_table(records: Records) -> str:
 
 def _of_heads(records: Records, suite: str) -> str:
     """A row for each head, of the first GPU that has a record; a column for each way that some head was timed by."""
-    name = next((each for gpu in ("h100", "h200") if records.get(each := f"{gpu}-{suite}")), "")
+    name = records.first(suite)
     found = records.cases(name)
     if not found:
         return ABSENT

@@ -30,6 +30,10 @@ class Records:
         """A record, or None where it has not been measured."""
         return self._records.get(name)
 
+    def first(self, suite: str) -> str:
+        """The name of the record of a suite, of the first GPU that has one; empty where there is none."""
+        return next((name for gpu in ("h100", "h200") if (name := f"{gpu}-{suite}") in self._records), "")
+
     def document(self, name: str) -> Any:
         """The content of a file that `onlinesoftmax bench` did not write; None where there is none."""
         path = self.folder / f"{name}.json"

@@ -50,7 +50,7 @@ class OtherHeadPlan(NamedTuple):
 
     @property
     def why_not(self) -> str:
-        """What the plan would take, and why it was not chosen."""
+        """The reason why the plan was not chosen, with its cost."""
         if self.plan is None:
             return self.reason
         time = f", {self.forecast}" if self.forecast else ""

@@ -158,7 +158,7 @@ class SampleExplanation:
 
 
 def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
-    """What the way of a call depends on; the checks are those of the function.
+    """Return the properties that decide the way of a call; the checks are those of the function.
 
     Args:
         x: Logits: a tensor or a shape.

@@ -106,7 +106,7 @@ def cross_entropy(
     tensors: Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: torch.dtype | None,
     return_stats: bool, memory: Any, acc_dtype: Any,
 ) -> Any:  # fmt: skip
-    """As `linear_cross_entropy`; `numbers` as for `checked_loss`."""
+    """Compute `linear_cross_entropy` of arguments that are not checked; `numbers` has those of `checked_loss`."""
     call = checked_loss(tensors, numbers, weight, token_weight, dtype, memory, acc_dtype)
     (head, loss, factor, dtype, *_), divisor = call, None
     if weight is not None and scales_weight(head.target, weight, loss):

@@ -31,7 +31,7 @@ def cross_entropy(
     tensors: run.Tensors, numbers: tuple[Any, ...], weight: Any, token_weight: Any, dtype: Any, team: Team,
     memory: Any, acc_dtype: Any,
 ) -> Tensor:  # fmt: skip
-    """As `linear_cross_entropy`; `numbers` as for `checked_loss`."""
+    """Compute `linear_cross_entropy` of arguments that are not checked; `numbers` has those of `checked_loss`."""
     call = run.checked_loss(tensors, numbers, weight, token_weight, dtype, memory, acc_dtype, team.shards.total)
     head, loss, factor, dtype, *_ = call
     weight = weight_of_mean(head.input, head.target, weight, loss, team.token_groups)

@@ -103,7 +103,7 @@ class Slices(NamedTuple):
     groups: tuple[Any, ...]
 
     def reached(self, weights: Tensor, goal_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """As for `Candidates`, by an exchange of bins for each digit of the scores."""
+        """Find what `Candidates.reached` returns, by an exchange of bins for each digit of the scores."""
         keys = ordered(self.scores)
         shift = torch.iinfo(keys.dtype).bits
         # The bins are those of the numbers key >> shift from `least` on, which is negative at first.
@@ -124,7 +124,7 @@ class Slices(NamedTuple):
         return scores_in_order(least.to(keys.dtype)), goal
 
     def before(self, score: Tensor) -> Tensor:
-        """As for `Candidates`, by an exchange of the numbers of tokens with this score."""
+        """Count the tokens with this score that have lower ids, by an exchange of the number on each process."""
         here = self.counts.where(self.scores == score, 0).sum(1, keepdim=True)
         index = 0
         for group in self.groups:

@@ -87,7 +87,7 @@ def checked_seed(name: str, rows: tuple[int, ...], seed: Any) -> Array | Words:
     if not broadcasts(seed.shape, rows):
         raise ValueError(f"{name}: seed must be a key or have one for each row, of shape {rows}; got {seed.shape}")
     data = jax.random.key_data(seed)
-    # Of the key of a seed, the last word is the lower half of the seed.
+    # The last word of a key is the lower half of the seed that it was made of.
     words = data[..., ::-1][..., :2] if data.shape[-1] > 1 else jnp.pad(data, [(0, 0)] * seed.ndim + [(0, 1)])
     return Words(words.reshape((1,) * (len(rows) - seed.ndim) + seed.shape + (1, 2)), "int64")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ...explanation import Explanation, explain
 from ...planner.plan import Plan, PlanError
@@ -17,7 +17,10 @@ from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
 from .result import CaseResult, Result
-from .timing import Against, Clock, Flush, Times, clock_for
+from .suites import Measures
+from .timing import Against, Call, Clock, Flush, Samples, Times, clock_for
+
+C = TypeVar("C", bound=Case)
 
 FLUSHES_OF_AUTOGRAD = 4
 """Flushes of the L2 cache that take longer than the host needs for the launches of a forward and a backward pass."""
@@ -57,16 +60,36 @@ def run(
     """
     clock = clock or clock_of(everybody, device)
     overhead_us = clock.overhead_us()
+
+    def measure(case: Case) -> CaseResult:
+        return _measure(case, everybody, device, repeat_ms, clock, overhead_us)
+
+    return each_case(cases, device, lambda case: lacks_memory(case, device), measure)
+
+
+def each_case(
+    cases: Iterable[C], device: Any, lacks: Callable[[C], str | None], measure: Callable[[C], CaseResult],
+    measures: Measures = "device time",
+) -> Iterator[CaseResult]:  # fmt: skip
+    """The results of the cases, one at a time; a case for which memory does not suffice is skipped with the reason.
+
+    Args:
+        cases: The cases.
+        device: A torch device.
+        lacks: Function that returns the reason why a case does not fit in memory, or None.
+        measure: Function that measures a case.
+        measures: What the suite measures.
+    """
     for case in cases:
-        if lacking := lacks_memory(case, device):
-            yield CaseResult(case, skipped=lacking)
+        if reason := lacks(case):
+            yield CaseResult(case, skipped=reason, measures=measures)
             continue
         try:
-            yield _measure(case, everybody, device, repeat_ms, clock, overhead_us)
+            yield measure(case)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}")
+            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}", measures=measures)
         if device.type == "cuda":
             import torch
 
@@ -93,19 +116,51 @@ def _measure(
     def timed(result: Result) -> Result:
         if result.who not in samples:
             return result
-        times, found = Times.of(samples[result.who]), samples[result.who]
-        against = Against.of(found, samples["torch"]) if "torch" in samples and result.who != "torch" else None
-        gbps = case.bytes / times.median_us / 1e3
+        result, us = with_times(result, samples)
+        gbps = case.bytes / us / 1e3
         return replace(
-            result, times=times, gbps=gbps, of_copy=gbps / copy_gbps, copies=times.median_us / copy.median_us,
-            utilisation=gbps / peak if peak else None, against_torch=against,
-            analysis=analysis.word(gbps / copy_gbps, times.median_us, overhead_us, result.plan, *why),
+            result, gbps=gbps, of_copy=gbps / copy_gbps, copies=us / copy.median_us,
+            utilisation=gbps / peak if peak else None,
+            analysis=analysis.word(gbps / copy_gbps, us, overhead_us, result.plan, *why),
         )  # fmt: skip
 
     state = None if clock.kind == "cpu" else "dirty" if case.writes_elements else "clean"
     return CaseResult(
         case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state, overhead_us
     )
+
+
+def with_times(result: Result, samples: Samples) -> tuple[Result, float]:
+    """The result of a call with its times, also relative to PyTorch's; and the median in microseconds."""
+    found, others = samples[result.who], samples.get("torch") if result.who != "torch" else None
+    times = Times.of(found)
+    return replace(result, times=times, against_torch=Against.of(found, others) if others else None), times.median_us
+
+
+def check_each(
+    case: Case, everybody: Sequence[Peer], check: Callable[[Peer], tuple[Result, Call]]
+) -> tuple[list[Result], dict[str, Call]]:
+    """The results before any time, one per library, and the calls of those that are right, by name.
+
+    Args:
+        case: The case.
+        everybody: The libraries.
+        check: Function that returns the result of a library, and its call.
+    """
+    results, calls = [], dict[str, Call]()
+    for peer in everybody:
+        if reason := peer.supports(case):
+            results.append(Result(peer.name, "refused", reason))
+            continue
+        try:
+            result, call = check(peer)
+        except Exception as error:  # whatever another library raises is its refusal, not our crash
+            results.append(refusal(peer, None, error))
+            continue
+        results.append(result)
+        if result.status == "ok":
+            calls[peer.name] = call
+    return results, calls
 
 
 def check_all(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..check import OTHERS_SLACK
-from ..inputs import extra_bytes, lacking, out_of_memory
-from ..peers import Peer, first_line
+from ..inputs import extra_bytes, lacking
+from ..peers import Peer
 from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
-from ..run import FLUSHES_OF_AUTOGRAD, refusal
-from ..timing import Against, Clock, Flush, Times, clock_for
+from ..run import FLUSHES_OF_AUTOGRAD, check_each, clock_of, each_case, with_times
+from ..suites import Measures
+from ..timing import Call, Clock, Flush, Times
 from .cases import HeadCase
 from .peers import TOKENS, OursHead, TorchHead
 from .reference import Sample, errors, sample_of
 
-Call = Callable[[], Any]
+KIND: Measures = "head time"
 
 SPREAD = 3.0
 """Standard deviation of the logits: a few classes have most of the probability."""
@@ -34,24 +35,17 @@ def run_heads(
         device: A torch device.
         repeat_ms: Milliseconds for each measurement.
     """
-    clock = clock_for(device, max(peer.flushes for peer in everybody))
-    for case in cases:
+    clock = clock_of(everybody, device)
+
+    def lacks(case: HeadCase) -> str | None:
         # The float64 weight, PyTorch's logits with their float32 copies, and the gradients.
         tokens, hidden, classes = case.shape
-        needed = 16 * classes * (hidden + tokens) + 4 * case.bytes
-        if reason := lacking(needed, device):
-            yield CaseResult(case, skipped=reason, measures="head time")
-            continue
-        try:
-            yield _measure(case, everybody, device, repeat_ms, clock)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}", measures="head time")
-        if device.type == "cuda":
-            import torch
+        return lacking(16 * classes * (hidden + tokens) + 4 * case.bytes, device)
 
-            torch.cuda.empty_cache()
+    def measure(case: HeadCase) -> CaseResult:
+        return _measure(case, everybody, device, repeat_ms, clock)
+
+    return each_case(cases, device, lacks, measure, KIND)
 
 
 def make_head(case: HeadCase, device: Any) -> tuple[Any, ...]:
@@ -93,16 +87,10 @@ def bare_products(x: Any, weight: Any) -> tuple[Call, Call]:
 
 
 def _measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-
     inputs = make_head(case, device)
     sample = sample_of(case, *inputs)
     allowed = errors(sample, TorchHead(device.type).prepare(case)(*inputs))
-    results, calls = [], dict[str, Call]()
-    for peer in everybody:
-        result, call = _checked(case, peer, inputs, sample, allowed)
-        results.append(result)
-        if result.status == "ok" and call is not None:
-            calls[peer.name] = call
+    results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, inputs, sample, allowed))
     three, four = bare_products(*inputs[:2])
     everything = {**calls, THREE_PRODUCTS: three, FOUR_PRODUCTS: four}
     samples = clock.measure(everything, repeat_ms, Flush(least=FLUSHES_OF_AUTOGRAD, before=three))
@@ -111,30 +99,23 @@ def _measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: 
     def timed(result: Result) -> Result:
         if result.who not in calls:
             return result
-        found, times = samples[result.who], Times.of(samples[result.who])
-        against = Against.of(found, samples["torch"]) if "torch" in calls and result.who != "torch" else None
-        return replace(result, times=times, of_products=times.median_us / products.median_us, against_torch=against)
+        result, us = with_times(result, samples)
+        return replace(result, of_products=us / products.median_us)
 
     return CaseResult(
-        case, results=[timed(each) for each in results], measures="head time", three_products=products,
-        four_products=again,
-    )  # fmt: skip
+        case, results=[timed(each) for each in results], measures=KIND, three_products=products, four_products=again
+    )
 
 
 def _checked(
     case: HeadCase, peer: Peer, inputs: tuple[Any, ...], sample: Sample, allowed: tuple[float, ...]
-) -> tuple[Result, Call | None]:
+) -> tuple[Result, Call]:
     """The result of a way without times, and its call."""
-    if reason := peer.supports(case):
-        return Result(peer.name, "refused", reason), None
-    try:
-        plan = peer.plan(case, *inputs[:2]) if isinstance(peer, OursHead) else ""
-        call = partial(peer.prepare(case), *inputs)
-        found = errors(sample, call())
-        reason = wrong(case, found, allowed, getattr(peer, "slack", OTHERS_SLACK))
-        extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
-    except Exception as error:  # whatever another library raises is its refusal, not our crash
-        return refusal(peer, None, error), None
+    plan = peer.plan(case, *inputs[:2]) if isinstance(peer, OursHead) else ""
+    call = partial(peer.prepare(case), *inputs)
+    found = errors(sample, call())
+    reason = wrong(case, found, allowed, getattr(peer, "slack", OTHERS_SLACK))
+    extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
     status = "wrong" if reason else "ok"
     return Result(peer.name, status, reason, found[1], allowed[1], extra_bytes=extra, analysis=plan), call
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from ..inputs import extra_bytes, lacking, out_of_memory
-from ..peers import Peer, first_line
+from ..inputs import extra_bytes, lacking
+from ..peers import Peer
 from ..result import ONE_READ, CaseResult, Result
-from ..run import FLUSHES_OF_AUTOGRAD, refusal
+from ..run import FLUSHES_OF_AUTOGRAD, check_each, clock_of, each_case, with_times
 from ..suites import Measures
-from ..timing import Against, Clock, Flush, Times, clock_for
+from ..timing import Call, Clock, Flush, Times
 from .cases import TokenCase
 from .peers import OursTokens
 from .reference import wrong
-
-Call = Callable[[], Any]
 
 ABOVE = 20.0
 """Distance of one logit of a peaked row from the others: its token has 0.999 of the probability of 128256 tokens."""
@@ -42,17 +40,15 @@ def run_tokens(
         device: A torch device.
         repeat_ms: Milliseconds for each measurement.
     """
-    clock = clock_for(device, max(peer.flushes for peer in everybody))
-    for case in cases:
-        if reason := lacking(FLOAT64_COPIES * 8 * case.elements, device):
-            yield CaseResult(case, skipped=reason, measures=KIND)
-            continue
-        try:
-            yield _measure(case, everybody, device, repeat_ms, clock)
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}", measures=KIND)
+    clock = clock_of(everybody, device)
+
+    def lacks(case: TokenCase) -> str | None:
+        return lacking(FLOAT64_COPIES * 8 * case.elements, device)
+
+    def measure(case: TokenCase) -> CaseResult:
+        return _measure(case, everybody, device, repeat_ms, clock)
+
+    return each_case(cases, device, lacks, measure, KIND)
 
 
 def make_logits(case: TokenCase, device: Any) -> Any:
@@ -78,12 +74,7 @@ def _measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms:
     from onlinesoftmax import logsumexp
 
     x = make_logits(case, device)
-    results, calls = [], dict[str, Call]()
-    for peer in everybody:
-        result, call = _checked(case, peer, x)
-        results.append(result)
-        if result.status == "ok" and call is not None:
-            calls[peer.name] = call
+    results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, x))
     everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, x, -1)}
     samples = clock.measure(everything, repeat_ms, Flush(everything, FLUSHES_OF_AUTOGRAD))
     read = Times.of(samples[ONE_READ])
@@ -91,22 +82,16 @@ def _measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms:
     def timed(result: Result) -> Result:
         if result.who not in calls:
             return result
-        found, times = samples[result.who], Times.of(samples[result.who])
-        against = Against.of(found, samples["torch"]) if "torch" in calls and result.who != "torch" else None
-        return replace(result, times=times, of_read=times.median_us / read.median_us, against_torch=against)
+        result, us = with_times(result, samples)
+        return replace(result, of_read=us / read.median_us)
 
     return CaseResult(case, results=[timed(each) for each in results], measures=KIND, one_read=read)
 
 
-def _checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call | None]:
+def _checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call]:
     """The result of a way without times, and its call."""
-    if reason := peer.supports(case):
-        return Result(peer.name, "refused", reason), None
-    try:
-        call = partial(peer.prepare(case), x)
-        reason, error = wrong(case, x, call(), peer.seeds(case) if isinstance(peer, OursTokens) else None)
-        extra = extra_bytes(call, x.device) if peer.in_torch else None
-    except Exception as failure:  # whatever another library raises is its refusal, not our crash
-        return refusal(peer, None, failure), None
+    call = partial(peer.prepare(case), x)
+    reason, error = wrong(case, x, call(), peer.seeds(case) if isinstance(peer, OursTokens) else None)
+    extra = extra_bytes(call, x.device) if peer.in_torch else None
     note = peer.way(case, x) if isinstance(peer, OursTokens) else getattr(peer, "lacks", {}).get(case.asked, "")
     return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=note), call
