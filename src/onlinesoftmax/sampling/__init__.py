@@ -100,6 +100,7 @@ def sample(
     plain = (
         top_k is None and top_p is None and min_p is None and generator is None and bias is None and mask is None
         and softcap is None and return_support is None and type(top_logprobs) is int and not top_logprobs
+        and type(dim) is int
     )  # fmt: skip
     if plain and _PREPARED:
         _, call = _PREPARED[0].look_up_call(logits, temperature, seed, offset, (ties, logprobs, dim))

@@ -9,6 +9,7 @@ import torch
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
 from ...torch.device import from_torch
+from ...torch.small_kernels import on_device
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered
@@ -57,8 +58,7 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     call.config.grid[0] = rows * cluster
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
     # The default stream is that of the current device.
-    with torch.cuda.device(index):
-        driver.launch(call, index, "launching sample_kernel")
+    on_device(driver.launch, scores.device)(call, index, "launching sample_kernel")
     pool.give_back(call)
     tops = (out["top_tokens"], out["top_logprobs"]) if top else (None, None)
     return Sampled(out["token"], out["logprob"], out["lse"], out["kept"], out["valid"], *tops)
