@@ -1,4 +1,4 @@
-// Lists of sort keys in the shared memory of a block: the candidates for the largest keys of a row.
+// The candidates for the largest keys of a row, in a list of sort keys in the shared memory of each block.
 //
 // A block inserts the tokens of its slice that reach a threshold, which no more than the wanted number of tokens are
 // above.  A list that grows too long is cut to the wanted number of tokens, which raises the threshold.
@@ -16,24 +16,6 @@ struct Board {
     unsigned peak, trough;   // words of the largest score so far, and of the least of the first tile, inverted
     unsigned counts[2];      // keys in other lists
 };
-
-// Raises a word of shared memory to the largest of the numbers of all threads, before the next barrier.
-__device__ inline void raise(unsigned* to, unsigned own) {
-    own = __reduce_max_sync(~0u, own);
-    if (threadIdx.x % 32 == 0) atomicMax(to, own);
-}
-
-// A number, of `bits` leading bits, that the numbers of at least n threads reach, and hardly more if possible.
-__device__ inline unsigned reached(unsigned own, int n, int bits) {
-    unsigned found = 0;
-#pragma unroll 1
-    for (unsigned bit = 1u << 31; bits; bit /= 2, --bits) {
-        const int count = __syncthreads_count(own >= (found | bit));
-        if (count >= n) found |= bit;
-        if (count >= n && count <= n + n / 8) break;
-    }
-    return found;
-}
 
 // A number that at least n score words of a list reach, and at most half as many more if possible.  All are between
 // `least` and `most`.
@@ -79,47 +61,4 @@ __device__ __noinline__ int cut(uint64* list, int n, unsigned most, Board* board
     if (threadIdx.x == 0) board->threshold = fmax(finite_score(least), board->threshold);
     __syncthreads();
     return count;
-}
-
-// Sorts a list from its largest key on; there is room for the next power of two of keys.
-__device__ __noinline__ void sort(uint64* list, int count) {
-    const int thread = threadIdx.x;
-    int size = 32;
-    while (size < count) size *= 2;
-    if (size <= THREADS / 2) {
-        // Adjacent threads count the keys above one key.
-        const int parts = min(THREADS / size, 32), i = thread / parts;
-        const uint64 own = i < count ? list[i] : 0;
-        int rank = 0;
-#pragma unroll 4
-        for (int j = thread % parts; j < count; j += parts) rank += list[j] > own;
-#pragma unroll 1
-        for (int step = 1; step < parts; step *= 2) rank += across(rank, step);
-        __syncthreads();
-        if (i < count && thread % parts == 0) list[rank] = own;
-        __syncthreads();
-        return;
-    }
-#pragma unroll 1
-    for (int i = count + thread; i < size; i += THREADS) list[i] = 0;
-    __syncthreads();
-#pragma unroll 1
-    for (int run = 2; run <= size; run *= 2)
-#pragma unroll 1
-        for (int step = run / 2; step; step /= 2) {
-#pragma unroll 1
-            for (int i = thread; i < size / 2; i += THREADS) {
-                const int a = 2 * i - (i & (step - 1)), b = a + step;
-                const uint64 first = list[a], second = list[b];
-                if ((first < second) == !(a & run)) list[a] = second, list[b] = first;
-            }
-            __syncthreads();
-        }
-}
-
-// Appends the keys of this block to the list of block 0, behind the `offset` keys of the blocks before this one.
-__device__ inline void gather(const Slice& slice, uint64* list, int count, uint64 offset) {
-    if (slice.rank == 0) return;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += THREADS) put_word(&list[offset + i], list[i], 0);
 }

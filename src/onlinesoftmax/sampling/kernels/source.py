@@ -18,7 +18,7 @@ NAME = "sample_kernel"
 
 _SHARED = ("row/warp_shuffle", "channel/cluster_words")
 
-_OWN = ("scores", "noise", "exchange", "candidates", "choose", "spread", "by_mass", "search", "sample")
+_OWN = ("scores", "noise", "exchange", "lists", "candidates", "choose", "spread", "by_mass", "search", "sample")
 
 FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
 """Files of the kernel, in the order of inclusion."""
