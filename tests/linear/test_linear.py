@@ -225,3 +225,28 @@ def test_kernels_on_chunks(plan: str, split: bool, monkeypatch: pytest.MonkeyPat
         found = stats()
         theirs = clipped(found.logprob, found.entropy, found.lse, old, advantage) * (target != -100)
         same_with_gradients(ours, theirs.sum() / 14, [x, w, b])
+
+
+@pytest.mark.parametrize("memory", [None, MEMORY["columns"]])
+@pytest.mark.parametrize("bias", [True, False])
+def test_log_probabilities_of_a_support(bias: bool, memory: int | None) -> None:
+    x, w, b, target = head(bias=bias)
+    rows, scale = target.numel(), torch.rand(TOKENS, dtype=torch.float64, device=DEVICE) + 0.5
+    z = logits_of(x, w, b)
+    # Distinct classes in any order; rows of one, of none, of a class that is none, and of unused places.
+    token_ids = z.detach().reshape(rows, -1).argsort(1)[:, ::5].flatten()
+    token_ids[17] = CLASSES
+    count = torch.tensor([8, 1, 8, 0, 8, *[7] * (rows - 5)], device=DEVICE)
+    support = token_ids, torch.cat([count.new_zeros(1), count.cumsum(0)])
+    target = target.where(target < 0, token_ids[support[1][:-1]].reshape(TOKENS) % CLASSES)
+    target[2, 1] = token_ids[-1]
+    given: dict[str, Any] = {"support": support, "ignore_index": -100, "softcap": 20.0}
+    ours = osm.linear_token_logprobs(x, w, target, linear_bias=b, scale=scale, memory=memory, **given)
+    theirs = osm.token_logprobs(z, target, scale=scale.unsqueeze(-1), **given)
+    assert theirs.logprob.isfinite().sum() > rows // 2
+    inputs = (x, w) if b is None else (x, w, b)
+    for one, other in zip(ours, theirs, strict=True):
+        same_with_gradients(one.masked_fill(~other.isfinite(), 0.0), other.masked_fill(~other.isfinite(), 0.0), inputs)
+        torch.testing.assert_close(one, other, equal_nan=True)
+    with pytest.raises(ValueError, match="support's offsets must have rows"):
+        osm.linear_token_logprobs(x, w, target, support=(token_ids, support[1][1:]))

@@ -89,8 +89,8 @@ def linear_cross_entropy(
 
 def linear_token_logprobs(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    ignore_index: int | None = None, scale: float | Tensor = 1.0, softcap: float | None = None,
-    memory: int | None = None,
+    ignore_index: int | None = None, support: tuple[Tensor, Tensor] | None = None, scale: float | Tensor = 1.0,
+    softcap: float | None = None, memory: int | None = None,
 ) -> TokenLogprobs:  # fmt: skip
     """Log-probability of each target, entropy and logsumexp of each token, without all logits at a time.
 
@@ -102,9 +102,13 @@ def linear_token_logprobs(
         input, linear_weight, linear_bias, scale, softcap, memory: As for `linear_cross_entropy`.
         target: Class of each token, integers of the shape (...).  The log-probability of a target out of range is NaN.
         ignore_index: A target whose log-probability is 0 and has no gradient; None where there is none.
+        support: (token_ids, offsets), the classes that each token is restricted to, at most n of each, as for
+            `token_logprobs`.  The n logits of a token are gathered from the chunks of all logits, and kept.  Not
+            available for DTensors.
 
     Returns:
-        (logprob, entropy, lse), each of the shape (...).  No log-probability is above 0.
+        (logprob, entropy, lse), each of the shape (...).  No log-probability is above 0.  With a support, the logprob
+        is -inf where it lacks the target.
 
     Raises:
         TypeError, RuntimeError, ValueError: as for `linear_cross_entropy`.
@@ -117,7 +121,7 @@ def linear_token_logprobs(
     """
     run = _implementation(input, linear_weight)
     tensors = input, linear_weight, target, linear_bias
-    found: TokenLogprobs = run.token_logprobs(tensors, ignore_index, scale, softcap, memory)
+    found: TokenLogprobs = run.token_logprobs(tensors, ignore_index, scale, softcap, memory, support=support)
     return found
 
 

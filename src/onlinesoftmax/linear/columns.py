@@ -142,7 +142,7 @@ def gradients_of(
         wanted: Whether the gradients of input, weight and bias are wanted.
         logits: All logits, if they are kept.  With the plan `stored` their gradient takes their place.
     """
-    (plan, options, sharing), (x, weight, bias), (of_input, of_weight, of_bias) = way, inputs, wanted
+    (plan, options, sharing), (x, weight, bias) = way, inputs
     nothing = torch.zeros_like(known.logprob)
     dlogprob, dentropy, dlse = dys
     dlogprob, dlse = nothing if dlogprob is None else dlogprob, nothing if dlse is None else dlse
@@ -153,6 +153,38 @@ def gradients_of(
     skipped = (dlogprob == 0) & (dlse == 0) & (True if dentropy is None else dentropy == 0)
     # A row whose sum is 0 or infinite has no probabilities, so its gradient is NaN in every slice.
     known = known._replace(lse=known.lse.masked_fill(known.lse.isinf(), torch.nan))
+    chunks, in_place = chunks_of(plan, len(weight), target), logits is not None and plan.name == "stored"
+    of_others, beside = dlse - dlogprob, incoming(known, dlogprob, dentropy)
+
+    def of_chunk(i: int, part: slice, z: Tensor) -> Tensor:
+        if logits is None:
+            logits_of(x, weight[part], None if bias is None else bias[part], z)
+        elif not in_place:
+            z.copy_(logits[:, part])
+        inside, local = chunks.targets(i)
+        return gradient(z, local, torch.where(inside, dlse, of_others), beside, options)
+
+    return products_of(way, inputs, wanted, chunks, skipped, of_chunk, logits if in_place else None)
+
+
+OfChunk = Callable[[int, slice, Tensor], Tensor]
+"""Function (number of a chunk, its columns, memory of its logits) that returns their gradient, in this memory."""
+
+
+def products_of(
+    way: Way, inputs: Inputs, wanted: tuple[bool, bool, bool], chunks: Chunks, skipped: Tensor, of_chunk: OfChunk,
+    memory: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """The gradients of input, weight and bias from those of the logits, in chunks of columns.
+
+    Args:
+        way, inputs, wanted: As for `gradients_of`.
+        chunks: The chunks.
+        skipped: True for the tokens whose logits have no gradient.
+        of_chunk: The gradient of a chunk.
+        memory: Memory of the logits; None for new memory.
+    """
+    (plan, _, sharing), (x, weight, _), (of_input, of_weight, of_bias) = way, inputs, wanted
     wide, classes = accumulator_of(x.dtype, x.dtype), len(weight)
     one_product = plan.chunks == 1 and sharing is None
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if of_input and sharing is None else None
@@ -163,20 +195,12 @@ def gradients_of(
     valid = zeroed(x, skipped, result if one_product or apart else None) if of_weight else x
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format) if of_weight else None
     db = torch.empty(classes, dtype=wide, device=x.device) if of_bias else None
-    chunks, in_place = chunks_of(plan, classes, target), logits is not None and plan.name == "stored"
-    memory = logits if logits is not None and in_place else logits_memory(len(x), chunks.size, x)
-    of_others, beside = dlse - dlogprob, incoming(known, dlogprob, dentropy)
+    memory = logits_memory(len(x), chunks.size, x) if memory is None else memory
     finish = None if dx is None or classes else _in_dtype(dx.zero_(), x, sharing, result)
     for i, part in enumerate(chunks.parts if classes else ()):
-        z, first = memory[:, : part.stop - part.start], part.start == 0
-        if logits is None:
-            logits_of(x, weight[part], None if bias is None else bias[part], z)
-        elif not in_place:
-            z.copy_(logits[:, part])
-        inside, local = chunks.targets(i)
-        dz = gradient(z, local, torch.where(inside, dlse, of_others), beside, options)
+        dz = of_chunk(i, part, memory[:, : part.stop - part.start])
         if dx is not None and not one_product:
-            add_input_gradient(dx, dz, weight[part], first)
+            add_input_gradient(dx, dz, weight[part], part.start == 0)
         if dx is not None and part.stop == classes:
             # A sum over processes travels during the last product.
             finish = _in_dtype(dx, x, sharing, result)

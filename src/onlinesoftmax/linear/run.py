@@ -204,14 +204,21 @@ def _operators() -> Any:
 
 
 def token_logprobs(
-    tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any, sharing: Sharing | None = None
-) -> TokenLogprobs:
-    """As `linear_token_logprobs`; with `sharing`, other processes have the other classes."""
+    tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any, sharing: Sharing | None = None,
+    support: Any = None,
+) -> TokenLogprobs:  # fmt: skip
+    """As `linear_token_logprobs`; with `sharing`, other processes have the other classes, and there is no support."""
     name = "linear_token_logprobs"
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
     options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()
     memory = checked_memory(name, memory)
-    if sharing is None and is_traced(head.input):
+    if support is not None:
+        # `torch.compiler.disable`, with which the module decorates, imports the compiler.
+        from .support import truncated_logprobs
+
+        plan = plan_for(name, head, memory)
+        logprob, entropy, lse = truncated_logprobs(name, head, of_target, options, support, plan)
+    elif sharing is None and is_traced(head.input):
         logprob, entropy, lse = _traced_statistics(head._replace(target=of_target), options, memory)
     else:
         plan, inputs = plan_for(name, head, memory, sharing=sharing), (head.input, head.weight, head.bias)

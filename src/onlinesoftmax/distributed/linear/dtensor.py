@@ -115,9 +115,11 @@ def _over_tokens(
 
 @torch.compiler.disable
 def token_logprobs(
-    tensors: run.Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any
+    tensors: run.Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any, support: Any = None
 ) -> TokenLogprobs:
     """As `linear_token_logprobs`."""
+    if support is not None:
+        raise NotImplementedError("linear_token_logprobs(): support is not available for DTensors")
     given = {"ignore_index": ignore_index, "scale": scale, "softcap": softcap, "memory": memory}
     here = _local("linear_token_logprobs", tensors, False, given, False)
     sharing = here.team.sharing if here.team.groups else None
