@@ -69,6 +69,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "linear.rows": {"torch"},
     "linear.run": {"torch"},
     "linear.sharing": {"torch"},
+    "linear.support": {"torch"},
     "linear.tokens": {"torch"},
     "distributed.*": {"torch"},
     "sampling.arguments": {"torch"},
