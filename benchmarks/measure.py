@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from onlinesoftmax.lab.bench.record_file import device_slug, git_state
-from onlinesoftmax.lab.bench.suites import cases, suite_of
+from onlinesoftmax.lab.bench.suites import DISTRIBUTED, cases, suite_of
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -59,6 +59,7 @@ RECORDS: dict[str, str] = {
     "triton-gradients": "--peers torch",
     "triton-single-row": "--peers torch",
     "distributed": "--peers without-shards,collective,dtensor,loss-parallel,all-gather,one-process",
+    "distributed-heads": "",
     "cpu": "--peers torch --device cpu",
 }
 """The records by their names without the device, in the order of importance, and the options of `bench` for each."""
@@ -81,7 +82,7 @@ def main() -> int:
         parser.error(f"unknown record {unknown[0]!r}; there are: {', '.join(RECORDS)}")
     if not given.out.is_dir():
         parser.error(f"--out {given.out} is no folder")
-    names = given.records or [name for name in RECORDS if name not in ("distributed", "cpu")]
+    names = given.records or [name for name in RECORDS if name not in (*DISTRIBUTED, "cpu")]
     if not given.list and names != ["cpu"] and not torch.cuda.is_available():
         parser.error("torch sees no NVIDIA GPU here; only the record cpu can be measured")
     end = time.monotonic() + 60 * given.minutes
@@ -106,7 +107,7 @@ def main() -> int:
 def command(name: str, folder: Path, commit: str | None = None) -> list[str]:
     """The command that measures a record, or continues the one in this folder if that is of the same commit."""
     words = [sys.executable, "-m"]
-    if name == "distributed":
+    if name in DISTRIBUTED:
         words += ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
     words += ["onlinesoftmax", "bench", *suite_options(name), *shlex.split(RECORDS[name]), "--out", str(folder)]
     words += ["--commit", commit] if commit else []
@@ -151,7 +152,7 @@ def prefix(name: str) -> str:
     if name == "cpu":
         return ""
     device = device_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
-    return f"{device}x2-" if name == "distributed" else f"{device}-"
+    return f"{device}x2-" if name in DISTRIBUTED else f"{device}-"
 
 
 def run(words: Sequence[str], seconds: float) -> int:

@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("lab", "lab.names", "lab.bridge"),
     ("lab.verify",),
     ("lab.bench",),
+    ("lab.bench.sharded",),
     ("lab.report",),
     ("cli",),
     ("__main__",),

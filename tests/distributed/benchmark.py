@@ -25,9 +25,9 @@ SMALL = ("--shape", "6x135", "--dtype", "bfloat16", "--device", "cpu", "--repeat
 OURS = ("ours", "without-shards", "dtensor", "one-process")
 
 
-def command(*arguments: str) -> tuple[int, str, str]:
+def command(*arguments: str, suite: str = "distributed") -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of the command."""
-    sys.argv = ["onlinesoftmax", "bench", "--suite", "distributed", *arguments]
+    sys.argv = ["onlinesoftmax", "bench", "--suite", suite, *arguments]
     code: Any = 0
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         try:
@@ -67,6 +67,25 @@ def the_record(folder: Path) -> None:
             assert results[name]["collectives"] == 1
     assert found["cross_entropy"]["results"][3]["times"]["median_us"] > 0
     assert [found[name]["results"][0]["sent_row_bytes"] for name in found] == [12, 8, 16]
+
+
+def heads_with_sharded_classes(folder: Path) -> None:
+    """Every way is right and timed, beside the bare products; the table has the speed-up."""
+    path = folder / "record.json"
+    shape = "--shape", "9x5x1003", "--dtype", "float32", "--device", "cpu", "--repeat", "1"
+    code, out, err = command(*shape, "--out", str(path), suite="distributed-heads")
+    assert code == 0, err
+    if rank() != 0:
+        return
+    record = json.loads(path.read_text())
+    assert [case["operation"] for case in record["cases"]] == ["linear_cross_entropy", "linear_token_logprobs"]
+    assert [case.as_dict() for case in tables.read_cases(record)] == record["cases"]
+    for case in record["cases"]:
+        found = {result["who"]: result for result in case["results"]}
+        assert list(found) == ["ours", "collective", "one-process"]
+        assert all(0 < each["error"] < 1e-5 and each["times"]["median_us"] > 0 for each in found.values()), found
+        assert case["three_products"]["median_us"] > 0
+    assert out.count("2 processes have") == 2
 
 
 def a_record_that_is_continued(folder: Path) -> None:

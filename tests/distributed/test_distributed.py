@@ -170,6 +170,7 @@ def test_the_command_line_shares_a_file(tmp_path: Path) -> None:
     "check",
     [
         benchmark.the_record,
+        benchmark.heads_with_sharded_classes,
         benchmark.other_options,
         benchmark.options_that_do_not_fit,
         benchmark.a_record_that_is_continued,

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 def bench(
     suite: str | None = typer.Option(
         None,
-        help=f"{', '.join(SUITES)}.  By default forward on a GPU, cpu on a CPU.  {DISTRIBUTED} runs under torchrun.",
+        help=f"{', '.join(SUITES)}.  By default forward on a GPU, cpu on a CPU.  {' and '.join(DISTRIBUTED)} run under "
+        "torchrun.",
     ),
     quick: bool = typer.Option(False, "--quick", help="A few small cases of the suite, and short repeats."),
     shape: list[str] | None = typer.Option(None, help="Instead of the suite's, as 4096x50257 or 1x2^24; repeatable."),
@@ -46,7 +47,8 @@ def bench(
         None,
         help="Libraries to compare, with commas between them: torch, compile, liger, quack, jax; with --framework jax, "
         "jax and torch; with --suite distributed, without-shards, collective, dtensor, loss-parallel, all-gather and "
-        f"one-process; with a suite of heads, {', '.join(HEAD_PEERS)}; with sampling and topk, "
+        "one-process; with distributed-heads, collective and one-process; with another suite of heads, "
+        f"{', '.join(HEAD_PEERS)}; with sampling and topk, "
         f"{', '.join(TOKEN_PEERS)}.  By default torch, jax, or all of those for several processes, heads and tokens.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
@@ -88,7 +90,7 @@ def bench(
     options = {name: str(value) if isinstance(value, Path) else value for name, value in locals().items()}
     if importlib.util.find_spec("torch") is None:
         output.fail("bench needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
-    where = None if suite == DISTRIBUTED else torch_device(device)
+    where = None if suite in DISTRIBUTED else torch_device(device)
     options["suite"] = suite or ("forward" if where is not None and where.type == "cuda" else "cpu")
     with output.refusing():
         chosen = suite_of(options["suite"], quick)

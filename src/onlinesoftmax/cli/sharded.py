@@ -1,4 +1,4 @@
-"""The processes that torchrun has started, and `onlinesoftmax bench --suite distributed`, which measures them."""
+"""The processes that torchrun has started, and the suites of `onlinesoftmax bench` that measure them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _number(name: str) -> int:
     return int(text)
 
 
-COMMAND = "torchrun --nproc-per-node 2 -m onlinesoftmax bench --suite distributed"
+COMMAND = "torchrun --nproc-per-node 2 -m onlinesoftmax bench --suite"
 
 
 def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
@@ -68,30 +68,34 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         options: The options of `onlinesoftmax bench` by name.
         suite: The suite, as it is or with the few cases of --quick.
     """
+    name = options["suite"]
     if processes() < 2:
-        output.fail(f"--suite distributed measures several processes; start it with: {COMMAND}")
+        output.fail(f"--suite {name} measures several processes; start it with: {COMMAND} {name}")
     import torch.distributed as dist
 
-    from ..lab.bench.sharded.peers import PEERS, OursSharded
-    from ..lab.bench.sharded.run import run
+    from ..lab.bench.sharded import heads, peers, run
     from ..lab.bench.sharded.team import Team
 
+    of_heads = suite.measures == "head time"
+    known: dict[str, Any] = heads.PEERS if of_heads else peers.PEERS
+    steps: Any = heads.run_heads if of_heads else run.run
     with output.refusing():
-        asked = list(PEERS) if options["peers"] is None else bench_steps.split_names(options["peers"])
-        check_names("peer", asked, PEERS)
+        asked = list(known) if options["peers"] is None else bench_steps.split_names(options["peers"])
+        check_names("peer", asked, known)
         todo = bench_steps.todo_of(suite, options)
     asked = list(dict.fromkeys(asked))
     kind = _device_type(options["device"])
     with joining():
         team = Team.begin(kind)
     try:
-        ours = OursSharded(team, options["backend"], options["strategy"])
-        everybody = [ours, *(PEERS[name](team) for name in asked)]
+        forced = options["backend"], options["strategy"]
+        ours = heads.ShardedHead(team) if of_heads else peers.OursSharded(team, *forced)
+        everybody = [ours, *(known[name](team) for name in asked)]
         repeat_ms = options["repeat"] or suite.repeat_ms
         options |= {"repeat": repeat_ms, "peers": ",".join(asked), "device": str(team.device)}
         recording = _begun(team, options, suite, todo)
         bench_steps.measure(
-            recording, lambda left: run(left, everybody, team, repeat_ms), options["out"], leader=not team.rank
+            recording, lambda left: steps(left, everybody, team, repeat_ms), options["out"], leader=not team.rank
         )
         if not team.rank:
             bench_steps.show(recording, options["as_json"])
@@ -132,7 +136,7 @@ def _device_type(name: str | None) -> str:
     gpus = torch.cuda.device_count()
     if name not in (None, "cpu", "cuda"):
         output.fail(
-            f"--device {name}: with --suite distributed it is cpu or cuda, and each process has a GPU of its own"
+            f"--device {name}: with processes of torchrun it is cpu or cuda, and each process has a GPU of its own"
         )
     local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if name != "cpu" and gpus < local:

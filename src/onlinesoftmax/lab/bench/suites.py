@@ -19,8 +19,8 @@ Measures = Literal["device time", "host time", "first calls", "sharded time", "h
 KINDS_OF_CASES: dict[Measures, type[Case]] = {"head time": HeadCase, "token time": TokenCase}
 """The class of the cases of a kind of measurement, where it is not `Case`."""
 
-DISTRIBUTED = "distributed"
-"""Name of the suite that several processes measure together."""
+DISTRIBUTED = "distributed", "distributed-heads"
+"""Names of the suites that several processes measure together."""
 
 QUICK_MS = 50
 """Milliseconds for each measurement with --quick."""
@@ -248,7 +248,7 @@ SUITES: dict[str, Suite] = {
         _tokens(TOPK, LOGITS[::2], *LOGITS_OF_MODELS), few=_tokens(TOPK, LOGITS[:1], (3, 2000)),
         dtypes=("float32", "bfloat16"), repeat_ms=30, measures="token time", excluded=OF_ROWS,
     ),
-    DISTRIBUTED: Suite(
+    DISTRIBUTED[0]: Suite(
         "rows that are sharded over the processes of torchrun",
         _each(LOSSES, (8192, 128256), (8192, 32000), (4096, 262144), with_gradient=True)
         + _rows((1, 1 << 30), (1, 1 << 24), (8192, 128256), (64, 128256))
@@ -257,8 +257,16 @@ SUITES: dict[str, Suite] = {
         + _each(TOKENS, (64, 32000), with_gradient=True),
         dtypes=("bfloat16",), measures="sharded time", excluded=("fused",),
     ),
+    DISTRIBUTED[1]: Suite(
+        "heads whose classes are sharded over the processes of torchrun, with both gradients",
+        _rows((8192, 4096, 128256), operation="linear_cross_entropy", with_gradient=True)
+        + _rows((8192, 4096, 128256), operation="linear_token_logprobs", with_gradient=True),
+        few=_rows((128, 16, 1003), operation="linear_cross_entropy", with_gradient=True)
+        + _rows((128, 16, 1003), operation="linear_token_logprobs", with_gradient=True),
+        dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
+    ),
 }  # fmt: skip
-"""The suites by name; shapes of `distributed` are those of the whole input."""
+"""The suites by name; shapes of those in DISTRIBUTED are those of the whole input."""
 
 
 def suite_of(name: str, quick: bool = False) -> Suite:

@@ -204,7 +204,7 @@ def _sharded_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> 
     table, processes = _table(results, content, SHARDED_TIME, "analysis"), content["processes"]
     over = f"{processes['backend']} {processes.get('nccl', '')}".strip()
     table.above.append(f"{processes['count']} processes over {over}; each figure is the slowest process's.")
-    table.below.extend(_below_sharded(results))
+    table.below.extend(_below_sharded(results) + _speed_ups(results, content))
     return table
 
 
@@ -216,7 +216,7 @@ def _head_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Tab
         "Time of forward and backward over that of three bare products in the same run.",
         "Error: norm over rows of the weight's gradient, relative to float64.",
     ]
-    return replace(table.without(set() if extra else {MEMORY}), below=lines)
+    return replace(table.without(set() if extra else {MEMORY}), below=lines + _speed_ups(results, content))
 
 
 def _token_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
@@ -288,19 +288,26 @@ TOKEN_TIME: Columns = {
 
 
 def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
-    """The lines below the table: bytes that differ from the formula, and the speed-up over one process."""
-    lines, speed_ups = [], []
+    """A line for each result whose bytes differ from the formula."""
+    lines = []
     for found in results:
         name = f"{found.case.operation} {found.case}"
         for result in found.results:
             if result.formula_row_bytes not in (None, result.sent_row_bytes):
                 sent, formula = f"{result.sent_row_bytes:.6g}", result.formula_row_bytes
                 lines.append(f"{name}: {result.who} sends {sent} bytes per row, and the formula says {formula}.")
+    return lines
+
+
+def _speed_ups(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
+    """A line for each case that one process and several have measured."""
+    lines = []
+    for found in results:
         us = {result.who: result.times.median_us for result in found.results if result.times}
         if {"ours", "one-process"} <= us.keys():
-            ratio = us["one-process"] / us["ours"]
-            speed_ups.append(f"{name}: {found.processes} processes have {ratio:.2f} times the speed of one.")
-    return lines + speed_ups
+            name, ratio = f"{found.case.operation} {found.case}", us["one-process"] / us["ours"]
+            lines.append(f"{name}: {content['processes']['count']} processes have {ratio:.2f} times the speed of one.")
+    return lines
 
 
 KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]] = {

@@ -37,15 +37,17 @@ def run_heads(
     """
     clock = clock_of(everybody, device)
 
-    def lacks(case: HeadCase) -> str | None:
-        # The float64 weight, PyTorch's logits with their float32 copies, and the gradients.
-        tokens, hidden, classes = case.shape
-        return lacking(16 * classes * (hidden + tokens) + 4 * case.bytes, device)
-
     def measure(case: HeadCase) -> CaseResult:
         return _measure(case, everybody, device, repeat_ms, clock)
 
-    return each_case(cases, device, lacks, measure, KIND)
+    return each_case(cases, device, partial(lacks_memory, device=device), measure, KIND)
+
+
+def lacks_memory(case: HeadCase, device: Any) -> str | None:
+    """Why a case does not fit in the memory of a device; None if it does."""
+    # The float64 weight, PyTorch's logits with their float32 copies, and the gradients.
+    tokens, hidden, classes = case.shape
+    return lacking(16 * classes * (hidden + tokens) + 4 * case.bytes, device)
 
 
 def make_head(case: HeadCase, device: Any) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ def run(cases: Iterable[Case], everybody: Sequence[Member], team: Team, repeat_m
             )
             continue
         inputs = make_inputs(case, team.device)
-        checked = check_all(case, inputs, everybody, partial(_agreed, team))
+        checked = check_all(case, inputs, everybody, partial(agreed, team))
         yield _timed(case, checked, inputs, team, clock, repeat_ms)
         # The next case needs the memory.
         del inputs, checked
@@ -47,7 +47,7 @@ def run(cases: Iterable[Case], everybody: Sequence[Member], team: Team, repeat_m
             torch.cuda.empty_cache()
 
 
-def _agreed(team: Team, result: Result) -> Result:
+def agreed(team: Team, result: Result) -> Result:
     """A result of one process counts for all, and a call that one process cannot make is timed by none."""
     numbers = float(result.status != "ok"), result.sent_row_bytes or 0.0, float(result.extra_bytes or 0)
     stopped, sent, extra = team.largest(*numbers)

@@ -77,15 +77,15 @@ class Team(NamedTuple):
         shards = self.shards(case)
         return t.narrow(case.dim, shards.first, shards.cols).contiguous()
 
-    def joined(self, case: Case, part: Any) -> Any:
-        """The whole tensor, from the columns of every process."""
-        cols = case.shape[case.dim]
+    def joined(self, case: Case, part: Any, dim: int | None = None) -> Any:
+        """The whole tensor, from the columns of every process, which are dimension `dim` of it, or that of the case."""
+        cols, dim = case.shape[case.dim], case.dim if dim is None else dim
         each = -(-cols // self.size)
         # Every process sends the same number of columns; some may have fewer.
-        padded = part.new_zeros([each if i == case.dim else n for i, n in enumerate(part.shape)])
-        padded.narrow(case.dim, 0, part.shape[case.dim]).copy_(part)
-        whole = torch.cat(gathered(padded, self.group).unbind(0), case.dim)
-        return whole.narrow(case.dim, 0, cols)
+        padded = part.new_zeros([each if i == dim else n for i, n in enumerate(part.shape)])
+        padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+        whole = torch.cat(gathered(padded, self.group).unbind(0), dim)
+        return whole.narrow(dim, 0, cols)
 
     def largest(self, *numbers: float) -> list[float]:
         """The largest of each number over all processes; every process gets the same."""
@@ -129,16 +129,18 @@ class GroupClock:
             self._flush_us = max(1.0, *team.largest(self._clock.flush_us()))
             self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"]
 
-    def measure(self, calls: Mapping[str, Callable[[], Any]], budget_ms: float) -> dict[str, Timed]:
+    def measure(
+        self, calls: Mapping[str, Callable[[], Any]], budget_ms: float, before: Callable[[], Any] = lambda: None
+    ) -> dict[str, Timed]:
         """The times of every call, as many as fit into `budget_ms` milliseconds for each call.
 
-        Every process must pass the same names in the same order.
+        Every process must pass the same names in the same order.  Before each timed call `before` runs.
         """
         host, whole = self._trial(calls)
         flushes = {name: self._flushes(host[name]) for name in calls}
         each = {name: whole[name] + flushes[name] * self._flush_us for name in calls}
         counts = {name: int(max(FEWEST, min(MOST, 1e3 * budget_ms / each[name]))) for name in calls}
-        samples = self._rounds(calls, counts, flushes)
+        samples = self._rounds(calls, counts, flushes, before)
         slowest = {name: self._team.largest(*found) for name, found in samples.items()}
         return {name: Timed(Times.of(slowest[name]), host[name] if self._clock else None) for name in calls}
 
@@ -165,12 +167,14 @@ class GroupClock:
         return host, whole
 
     def _rounds(
-        self, calls: Mapping[str, Callable[[], Any]], counts: Mapping[str, int], flushes: Mapping[str, int]
-    ) -> dict[str, list[float]]:
+        self, calls: Mapping[str, Callable[[], Any]], counts: Mapping[str, int], flushes: Mapping[str, int],
+        before: Callable[[], Any],
+    ) -> dict[str, list[float]]:  # fmt: skip
         found: dict[str, list[Any]] = {name: [] for name in calls}
         with quiet():
             for names in rounds(counts):
                 for name in names:
+                    before()
                     found[name].append(self._timed(calls[name], flushes[name]))
                 # A host that runs far ahead, or garbage in cycles, would hold the gradients of many calls.
                 self._synchronize()
