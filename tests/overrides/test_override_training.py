@@ -216,26 +216,56 @@ def test_blocks_inside_a_compiled_function() -> None:
     assert not torch._C._len_torch_function_stack()
 
 
+def twice_in_checkpoints(function: Function, reentrant: bool) -> Function:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return function(x + 1).square()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return function(x) * checkpoint(inner, x, use_reentrant=reentrant)
+
+    return lambda x: checkpoint(outer, x * 1, use_reentrant=reentrant)
+
+
 @compiles
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute:UserWarning")
-def test_compiled_functions_in_checkpoints() -> None:
-    """The compiled code cannot enter the block again, so a call in it is ours only if the function is decorated."""
-    mode, decorated = osm.override(backend="eager"), osm.override(backend="eager")
+@pytest.mark.parametrize(
+    ("traced", "reentrant"),
+    [("block", False), ("checkpoint", False), ("block and checkpoint", False), ("block", True)],
+)
+def test_compiled_functions_in_checkpoints(traced: str, reentrant: bool) -> None:
+    """A function compiled inside or outside a block or a checkpoint is called later where neither or both are."""
+    counter, mode = CompileCounterWithBackend("aot_eager"), osm.override(backend="eager", strict=True)
+    compiled = torch.compile(loss_in_the_middle, backend=counter, fullgraph=True)
 
-    def gradient(function: Function) -> tuple[torch.Tensor, ...]:
+    def gradient(
+        function: Function, where: str, around_backward: Any = NO_BLOCK, backward: Any = torch.autograd.backward
+    ) -> torch.Tensor:
         leaf = sample(4, 6).requires_grad_()
-        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
-        # An eager call makes the checkpoint repeat its forward inside the block.
-        y = checkpoint(lambda x: compiled(x.softmax(1)).exp(), leaf, use_reentrant=False)
-        return torch.autograd.grad(y, leaf)
+        called = twice_in_checkpoints(function, reentrant) if "checkpoint" in where else function
+        with mode if "block" in where else NO_BLOCK:
+            y = called(leaf).sum()
+        with around_backward:
+            backward(y)
+        assert leaf.grad is not None
+        return leaf.grad
 
-    expected = gradient(loss_in_the_middle)
-    with mode:
-        torch.testing.assert_close(gradient(loss_in_the_middle), expected)
-        torch.testing.assert_close(gradient(decorated(loss_in_the_middle)), expected)
-    left = "cross_entropy", "torch.utils.checkpoint will repeat it outside of the block"
-    assert set(mode.report().left) == {left}
-    assert mode.report().taken == {"softmax": 4}
+    def compare(where: str, **how: Any) -> None:
+        expected = gradient(loss_in_the_middle, where.removeprefix("block"))
+        torch.testing.assert_close(gradient(compiled, where, **how), expected)
+
+    compare(traced)
+    compare("block and checkpoint")
+    count = counter.frame_count
+    compare("block and checkpoint", backward=backward_in_a_thread)
+    compare("block and checkpoint", around_backward=mode)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(compare, "block and checkpoint").result()
+    assert counter.frame_count == count, "compiled again for another block, thread or backward pass"
+    for where in ("checkpoint", "block", ""):
+        compare(where)
+    assert mode.report().left == {}
+    if not reentrant:
+        assert counter.frame_count == 2, "one graph for the block and one outside"
 
 
 @compiles

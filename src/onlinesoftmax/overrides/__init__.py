@@ -43,8 +43,7 @@ def override(
     - calls on other threads: PyTorch keeps its modes per thread, so each thread must enter the block;
     - calls in asyncio tasks that were not started inside the block, while the block waits;
     - calls during backward, where PyTorch turns its modes off; but the forward that torch.utils.checkpoint repeats
-      there is inside the block, with `use_reentrant=True` only if the checkpointed function is decorated;
-    - calls in a function that torch.compile compiles inside a checkpoint, unless the compiled function is decorated.
+      there is inside the block, with `use_reentrant=True` only if the checkpointed function is decorated.
 
     Inside a block, a call of any PyTorch function takes the host about one microsecond longer, and a call that the
     block takes or leaves about five.  `torch.compile` avoids this: it replaces the calls by our custom operators when

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 import torch
@@ -44,6 +45,14 @@ class Block(Protocol):
     def __exit__(self, *error: Any) -> None: ...  # the class says it
 
 
+INSIDE: ContextVar[tuple[Any, ...]] = ContextVar("blocks of override around this code", default=())
+"""The modes of the blocks around the running code, outermost first.
+
+PyTorch's stack of modes belongs to a thread, and all asyncio tasks of the thread share it.  Each task has a context of
+its own, so a mode on the stack knows whether its block is around this task.
+"""
+
+
 class Repeated:
     """The function by which a checkpoint repeats its forward, inside the blocks around the checkpoint."""
 
@@ -53,6 +62,9 @@ class Repeated:
     def __call__(self, *inputs: Any) -> Any:
         """Repeat the forward."""
         with ExitStack() as stack:
+            if not torch._C._len_torch_function_stack():
+                # Blocks around backward are not active in it, and compiled code is guarded by the number of blocks.
+                stack.callback(INSIDE.reset, INSIDE.set(()))
             for block in self.blocks:
                 # As in the first forward, the block is outside of the checkpoint.
                 block.enter(None)

@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from contextvars import ContextVar
 from threading import get_ident
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -16,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._contextlib import _wrap_generator
 
 from ..kernels.registry import BACKENDS
-from .checkpoints import NOT_REPEATED, checkpoint_hook, is_repeated
+from .checkpoints import INSIDE, NOT_REPEATED, checkpoint_hook, is_repeated
 from .heads import NAME, Logits
 from .report import Counts, Report
 from .table import (
@@ -32,6 +31,8 @@ from .table import (
     why_left,
 )
 
+SET_GRAD_ENABLED = torch._C._set_grad_enabled
+
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
 
@@ -44,14 +45,6 @@ class Overridden(Protocol[P, R_co]):
 
     def report(self) -> Report:
         """Number of calls that were taken and left, over all calls of the decorated function."""
-
-
-_INSIDE: ContextVar[tuple[Override, ...]] = ContextVar("blocks of override around this code", default=())
-"""The modes of the blocks around the running code, outermost first.
-
-PyTorch's stack of modes belongs to a thread, and all asyncio tasks of the thread share it.  Each task has a context of
-its own, so a mode on the stack knows whether its block is around this task.
-"""
 
 
 class Override(TorchFunctionMode):
@@ -74,7 +67,7 @@ class Override(TorchFunctionMode):
             raise ValueError(f"override(): linear must be a bool or a number of classes above 1, not {linear!r}")
         # Fewest classes of a head; 0 where the block leaves every linear layer alone.
         self._linear = FEWEST_CLASSES if linear is True else int(linear)
-        # Index of a block's mode in _INSIDE; None for other objects.  A compiled model is guarded by this number, not
+        # Index of a block's mode in INSIDE; None for other objects.  A compiled model is guarded by this number, not
         # by the identity of the mode, so that it is not compiled again for a new block.
         self._level: int | None = None
         # Thread of the block; and for each time that it has been entered and not left, the checkpoint around it.
@@ -102,7 +95,7 @@ class Override(TorchFunctionMode):
         Args:
             checkpoint: Result of `checkpoint_hook` for the checkpoint that repeats this entry; None for no checkpoint.
         """
-        inside = _INSIDE.get()
+        inside = INSIDE.get()
         # PyTorch's stack says which blocks are open on this thread: PyTorch empties its stack during backward.
         blocks = (mode for mode in _get_current_function_mode_stack() if mode in inside)
         block = next((mode for mode in blocks if mode.counts is self.counts), None)
@@ -112,21 +105,21 @@ class Override(TorchFunctionMode):
             block.counts, block._level, block._thread = self.counts, len(inside), get_ident()
             _push_on_torch_function_stack(block)
         block.entered = (*block.entered, checkpoint)
-        _INSIDE.set((*inside, block))
+        INSIDE.set((*inside, block))
         return self
 
     def __exit__(self, *error: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             super().__exit__(*error)
             return
-        inside = _INSIDE.get()
+        inside = INSIDE.get()
         # A block that was entered in another context, as by a fixture, is on the stack only.
         blocks = (*_get_current_function_mode_stack(), *inside)
         mine = (mode for mode in reversed(blocks) if isinstance(mode, Override) and mode.counts is self.counts)
         block = next((mode for mode in mine if mode.entered and mode._thread == get_ident()), None)
         if block is None:
             raise RuntimeError("override(): the block is not open on this thread: enter it before leaving it")
-        _INSIDE.set(_without_last(block, inside))
+        INSIDE.set(_without_last(block, inside))
         block.entered = block.entered[:-1]
         if not block.entered:
             _remove_from_stack(block)
@@ -175,6 +168,10 @@ class Override(TorchFunctionMode):
         if replacement is None or not self._is_around():
             if func is LINEAR and self._linear and has_classes(args, kwargs, self._linear) and self._is_around():
                 return self._head(args, kwargs)
+            if func is SET_GRAD_ENABLED and self._is_around():
+                # Compiled code, which has no other call that reaches this mode, calls this function before it saves
+                # tensors.  Its second forward must be inside the block, or PyTorch's functions would be compiled.
+                self._why_not_repeated()
             return func(*args, **_with_deeper_stacklevel(kwargs))
         if isinstance(args[0] if args else kwargs.get("input"), Logits):
             # These modules import the compiler, which takes seconds; where there are logits, they are imported.
@@ -217,17 +214,13 @@ class Override(TorchFunctionMode):
 
     def _is_around(self) -> bool:
         """True where the block is around the running code; a trace takes every mode of its thread."""
-        return torch.compiler.is_dynamo_compiling() or self._level is None or self in _INSIDE.get()
+        return torch.compiler.is_dynamo_compiling() or self._level is None or self in INSIDE.get()
 
     def _why_not_repeated(self) -> str | None:
         """Why the checkpoint around the running code, if there is one, cannot repeat a call of our function."""
         if torch.compiler.is_dynamo_compiling():
-            return NOT_REPEATED if _is_traced_in_checkpoint(self._level) else None
-        if (hook := checkpoint_hook()) is None:
-            return None
-        # This context may hold blocks of another thread, whose modes are not active here, and blocks that have ended.
-        around = [block for block in _INSIDE.get() if block._thread == get_ident() and block.entered]
-        return None if is_repeated(hook, self, around) else NOT_REPEATED
+            return NOT_REPEATED if _is_traced_outside(self._level) else None
+        return NOT_REPEATED if _is_outside(self) else None
 
     def _count(self, name: str, reason: str | None) -> None:
         if torch.compiler.is_dynamo_compiling():
@@ -264,20 +257,26 @@ def _with_deeper_stacklevel(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def _count_traced(level: int | None, name: str, reason: str | None) -> None:
     """Count a call that torch.compile traces."""
-    inside = _INSIDE.get()
+    inside = INSIDE.get()
     if level is not None and level < len(inside):
         inside[level].counts.add(name, reason)
 
 
-def _is_traced_in_checkpoint(level: int | None) -> bool:
-    """True where torch.compile traces a call inside a checkpoint that is itself inside the block.
+def _is_outside(block: Override) -> bool:
+    """True where the checkpoint around the running code will repeat it outside of the block."""
+    if (hook := checkpoint_hook()) is None:
+        return False
+    # This context may hold blocks of another thread, whose modes are not active here, and blocks that have ended.
+    around = [other for other in INSIDE.get() if other._thread == get_ident() and other.entered]
+    return not is_repeated(hook, block, around)
 
-    The compiled code runs without the mode, in other checkpoints too, so nothing can make them enter the block.
-    """
-    inside, hook = _INSIDE.get(), checkpoint_hook()
-    return hook is not None and level is not None and level < len(inside) and hook not in inside[level].entered
+
+def _is_traced_outside(level: int | None) -> bool:
+    """`_is_outside` for a call that torch.compile traces."""
+    inside = INSIDE.get()
+    return level is not None and level < len(inside) and _is_outside(inside[level])
 
 
 # torch.compile runs a function with this attribute while it traces, and puts nothing into the graph.
 _count_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]  # functions take any attribute
-_is_traced_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above
+_is_traced_outside._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as above
