@@ -352,20 +352,30 @@ def load_machine(folder: Path) -> None:
 
 
 @cache
-def load_kernel(text: str, folder: Path) -> Any:
+def load_kernel(text: str, folder: Path, process: int = 0) -> Any:
     """The library of a kernel; g++ compiles it unless it is in the folder.
 
     Args:
         text: The kernel, with DECLARATIONS, NUMBERS and BUILT_IN before it.
         folder: Where to put the libraries.
+        process: Number of the simulated process.  Each has a copy of the library, with its own static variables.
     """
     load_machine(folder)
     # A kernel runs on few elements, in less time than g++ would take to optimize it.  Linking with the standard library
     # would take four times as long.
-    options = ["-O0", "-fno-threadsafe-statics", "-nostdlib"]
+    options = ["-O0", "-fno-threadsafe-statics", "-nostdlib", "-fno-exceptions", "-fno-asynchronous-unwind-tables"]
     if hasattr(ctypes.CDLL(None), "__tsan_acquire"):
         options += ["-g", "-fsanitize=thread"]
-    return ctypes.CDLL(str(compiled(_command(*options), text, folder)))
+    library = compiled(_command(*options), text, folder)
+    return ctypes.CDLL(str(_copy(library, process) if process else library))
+
+
+def _copy(library: Path, process: int) -> Path:
+    copy = library.with_suffix(f".{process}.so")
+    with FileLock(library.with_suffix(".lock")):
+        if not copy.exists():
+            shutil.copyfile(library, copy)
+    return copy
 
 
 def _command(*options: str) -> list[str]:

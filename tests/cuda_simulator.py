@@ -246,9 +246,6 @@ def simulated_source(request: Request) -> str:
     parts = [source.prologue(request), *(_replaced(*file) for file in source.files_of(request))]
     shared = r"extern __shared__ (__align__\(LINE\) )?Chunk<X, VECTOR> memory\[\];"
     parts[-1] = re.sub(shared, "__shared__ Chunk<X, VECTOR> memory[1 << 14];", parts[-1])
-    if request.task.part is not None:
-        # Each process has a library of its own, with its own static variables.
-        parts.append(f"// process {request.task.part.process}")
     return _program(parts, "Params", source.kernel_name(request), BETWEEN.get(strategy, ""))
 
 
@@ -322,7 +319,7 @@ def simulate(
     team = plan.splits if plan.strategy == "grid" else 1
     blocks = source.blocks(request)
     together = {"grid": blocks, "cluster": plan.splits}.get(plan.strategy, blocks if at_once else 1)
-    library = load_kernel(simulated_source(request), folder)
+    library = load_kernel(simulated_source(request), folder, task.part.process if task.part else 0)
     library.run(ctypes.c_void_p(fields.ctypes.data), blocks // team, team, together)
     assert all((memory == -1).all() for memory in mail.values()), "the kernel left a message behind"
     assert not ctypes.c_long.in_dll(library, "misaligned").value, "accesses at addresses that are not aligned"
