@@ -99,7 +99,7 @@ def softmax(
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.3333, 0.3333, 0.3333]])
     """
-    options = checked_options("softmax", scale, softcap, bias, mask, causal, fully_masked)
+    options = _options("softmax", scale, softcap, bias, mask, causal, fully_masked)
     return _run(_SOFTMAX, input, options, dim, dtype, False, out, (backend, strategy, batch_invariant))
 
 
@@ -128,7 +128,7 @@ def log_softmax(
         >>> log_softmax(torch.zeros(3), dim=0)
         tensor([-1.0986, -1.0986, -1.0986])
     """
-    options = checked_options("log_softmax", scale, softcap, bias, mask, causal, fully_masked)
+    options = _options("log_softmax", scale, softcap, bias, mask, causal, fully_masked)
     return _run(_LOG_SOFTMAX, input, options, dim, dtype, False, out, (backend, strategy, batch_invariant))
 
 
@@ -163,7 +163,7 @@ def logsumexp(
         >>> logsumexp(torch.zeros(2, 8))
         tensor([2.0794, 2.0794])
     """
-    options = checked_options("logsumexp", scale, softcap, bias, mask, causal, fully_masked)
+    options = _options("logsumexp", scale, softcap, bias, mask, causal, fully_masked)
     return _run(_LOGSUMEXP, input, options, dim, dtype, keepdim, out, (backend, strategy, batch_invariant))
 
 
@@ -257,7 +257,7 @@ def cross_entropy(
         >>> cross_entropy(torch.tensor([[0.0, 0.0], [3.0, 0.0]]), torch.tensor([0, -100]))
         tensor(0.6931)
     """
-    scores = checked_options("cross_entropy", scale, softcap, None, mask, False, "nan")
+    scores = _options("cross_entropy", scale, softcap, None, mask, False, "nan")
     runner = _RUNNERS.get(type(input)) or _find_runner("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant and dtype is None
     settings = _LOSS_SETTINGS if by_default else Settings(1, dtype, False, Choice(backend, strategy, batch_invariant))
@@ -327,7 +327,7 @@ def token_logprobs(
         >>> token_logprobs(torch.zeros(2, 4), torch.tensor([0, 3]), support=kept).logprob
         tensor([-0.6931,  0.0000])
     """
-    options = checked_options("token_logprobs", scale, softcap, None, mask, False, "nan")
+    options = _options("token_logprobs", scale, softcap, None, mask, False, "nan")
     runner = _RUNNERS.get(type(logits)) or _find_runner("token_logprobs", type(logits))
     if check:
         runner.check_tokens(logits, index, dim, ignore_index, support)
@@ -337,6 +337,16 @@ def token_logprobs(
 
 _RUNNERS: dict[type, ModuleType] = {np.ndarray: numpy_run}
 """The module that runs the calls on inputs of this type, once an input of this type has been seen."""
+
+
+def _options(
+    function: str, scale: Any, softcap: Any, bias: Any, mask: Any, causal: Any, fully_masked: Any
+) -> ScoreOptions | None:
+    """The score options, checked; None where every one is at its default, which costs little host time."""
+    nothing = mask is None and bias is None and softcap is None and causal is False and fully_masked == "nan"
+    if nothing and scale.__class__ is float and scale == 1.0:
+        return None
+    return checked_options(function, scale, softcap, bias, mask, causal, fully_masked)
 
 
 def _run(

@@ -126,10 +126,6 @@ def checked_options(
         TypeError: an argument has the wrong type.
         ValueError: softcap is not positive and finite, or fully_masked is neither "nan" nor "zero".
     """
-    # Most calls give no option.  This test comes first so that they spend little host time here.
-    nothing = mask is None and bias is None and softcap is None and causal is False and fully_masked == "nan"
-    if nothing and scale.__class__ is float and scale == 1.0:
-        return None
     number = is_number(scale)
     if not number and not hasattr(scale, "dtype"):
         raise TypeError(f"{operation}(): scale must be a number or a tensor, not {type(scale).__name__}")
