@@ -19,6 +19,7 @@ from ..core.task import ANY, Choice, Task
 from .forecast import forecast_for
 from .measured import Table
 from .price import Plan, priced
+from .proposal import no_gpu
 from .strategies import TABLE, Strategies, strategies_of
 
 __all__ = ["INVARIANT_ROWS", "Plan", "PlanError", "Planner", "Refusal", "Strategies", "best", "plan", "priced"]
@@ -109,7 +110,7 @@ class Planner(NamedTuple):
             if backend not in (None, its_backend) or strategy not in (None, its_strategy):
                 continue
             reason = missing.get(f"{its_backend}/{its_strategy}") or missing.get(its_backend)
-            options = reason or propose(problem, device)
+            options = reason or no_gpu(its_backend, device) or propose(problem, device)
             if isinstance(options, str):
                 found.append(Refusal(its_backend, its_strategy, options))
             elif forecast is None or (its_backend, its_strategy, propose) in problem.declaration.own_strategies:

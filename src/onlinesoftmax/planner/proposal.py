@@ -86,8 +86,15 @@ class Proposal(Blocks):
         return vars(self) | {"variant": str(self.variant)}
 
 
+KERNELS = {"cuda": "CUDA", "triton": "Triton", "pallas": "Pallas"}
+"""Names of the backends with kernels for NVIDIA GPUs, as sentences write them."""
+
+
 def no_gpu(backend: str, device: Device) -> str | None:
-    """Why a device cannot run kernels of ours, in one sentence; None where it can."""
+    """Why a device cannot run the kernels of a backend, in one sentence; None where it can."""
+    if backend not in KERNELS:
+        return None
+    backend = KERNELS[backend]
     if device.kind != "cuda":
         return f"{backend} kernels need an NVIDIA GPU, and the device is {device.name}"
     if device.compute_capability < (8, 0):

@@ -6,7 +6,7 @@ from onlinesoftmax.core.device import Device
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.kernels.cuda.strategy import blocks
 from onlinesoftmax.kernels.cuda.strategy.blocks import row_chunks
-from onlinesoftmax.planner.proposal import Proposal, clamp, no_gpu, power_of_two, propose, words_of
+from onlinesoftmax.planner.proposal import Proposal, clamp, power_of_two, propose, words_of
 
 MOST_WORDS = 16384
 """32-bit words of a tile: as many as 16 warps hold beside the values of the bisection."""
@@ -18,8 +18,6 @@ MOST_CHUNKS = 16
 
 def row_of_warp(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a warp."""
-    if refusal := no_gpu("CUDA", device):
-        return refusal
     if problem.declaration.backward:
         return "the CUDA kernel of sparsemax computes no gradient"
     held = -(-row_chunks(problem) // 32)
@@ -35,8 +33,6 @@ def row_of_warp(problem: Problem, device: Device) -> list[Proposal] | str:
 
 def row(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a program."""
-    if refusal := no_gpu("Triton", device):
-        return refusal
     block, most = power_of_two(problem.cols), MOST_WORDS // words_of(problem)
     if block > most:
         return f"a row of {problem.cols} columns does not fit the registers of one program: {most} do"

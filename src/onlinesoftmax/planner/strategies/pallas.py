@@ -11,7 +11,7 @@ import itertools
 from ...core.accumulators import Argmax
 from ...core.device import Device
 from ...core.problem import Problem
-from ..proposal import Proposal, clamp, no_gpu, power_of_two, propose, reads, words_of
+from ..proposal import Proposal, clamp, power_of_two, propose, reads, words_of
 from ..quality import padded_from, quality
 from ..variant import Variant
 
@@ -54,13 +54,13 @@ LARGEST = (1 << 31) - MOST_SPLITS * TILE_BYTES
 rows, columns, and all elements of unaligned rows."""
 
 
-def _refusal(problem: Problem, device: Device) -> str | None:
+def _refusal(problem: Problem) -> str | None:
     """Why no kernel of ours can run a problem; None where one may."""
     if max(problem.rows, problem.cols) > LARGEST:
         return f"{problem.rows} x {problem.cols}: a kernel's indices end at {LARGEST}"
     if any(one.kind is Argmax for one in problem.declaration.summed(problem.outputs)):
         return "Pallas has no argmax of a row"
-    return no_gpu("Pallas", device)
+    return None
 
 
 def _plain(problem: Problem) -> bool:
@@ -88,7 +88,7 @@ def _two_powers(cols: int) -> int:
 
 def row(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a program."""
-    if refusal := _refusal(problem, device):
+    if refusal := _refusal(problem):
         return refusal
     (_, body), words, short = _body(problem), words_of(problem), problem.cols <= SHORT
     most = 1024 * REGISTER_ELEMENTS // words
@@ -149,7 +149,7 @@ def _tiles(problem: Problem) -> list[tuple[int, int, Variant]]:
 
 def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     """One program streams one row."""
-    if refusal := _refusal(problem, device):
+    if refusal := _refusal(problem):
         return refusal
     vector, _ = _body(problem)
     reason = (
@@ -167,7 +167,7 @@ def looped(problem: Problem, device: Device) -> list[Proposal] | str:
 
 def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the shared memory of several blocks that read each other's states."""
-    if refusal := _refusal(problem, device) or _not_for_mosaic(problem, device):
+    if refusal := _refusal(problem) or _not_for_mosaic(problem, device):
         return refusal
     vector, ragged = problem.vector, problem.cols % problem.vector != 0
     tile, most = CLUSTER_THREADS * vector, device.shared_memory - OTHER_BYTES
@@ -240,7 +240,7 @@ def _quality_of_slices(problem: Problem, device: Device, size: int, length: int)
 
 def split(problem: Problem, device: Device) -> list[Proposal] | str:
     """Several programs share a row, and a second launch merges their states."""
-    if refusal := _refusal(problem, device):
+    if refusal := _refusal(problem):
         return refusal
     vector, body = _body(problem)
     found = []

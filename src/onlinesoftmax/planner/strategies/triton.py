@@ -14,7 +14,7 @@ from typing import Any
 from ...core.device import Device
 from ...core.problem import Problem
 from .. import proposal
-from ..proposal import Proposal, clamp, no_gpu, power_of_two, reads, words_of
+from ..proposal import Proposal, clamp, power_of_two, reads, words_of
 from ..variant import Variant
 
 ROW_WORDS_PER_THREAD = 64
@@ -44,8 +44,6 @@ def _nearest(found: Iterable[tuple[int, ...]], first: tuple[int, ...]) -> list[t
 
 def row(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a program."""
-    if refusal := no_gpu("Triton", device):
-        return refusal
     block = power_of_two(problem.cols // problem.vector * problem.vector if problem.peels_narrow else problem.cols)
     words = words_of(problem)
     most = 1024 * ROW_WORDS_PER_THREAD // words
@@ -124,8 +122,6 @@ def _alone(problem: Problem, words: int, stages: int) -> str:
 
 def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     """One program streams one row."""
-    if refusal := no_gpu("Triton", device):
-        return refusal
     # Columns of a lane share one rescaling of its sum.  A gradient holds two tensors, so half of them.
     # Triton moves a mask of several columns of a lane through shared memory, which takes five times as long.
     depth = 1 if problem.masked else 4 // problem.inputs
@@ -172,8 +168,6 @@ def _propose(problem: Problem, strategy: str, reason: str, **values: Any) -> Pro
 
 def split(problem: Problem, device: Device) -> list[Proposal] | str:
     """Many programs share a row."""
-    if refusal := no_gpu("Triton", device):
-        return refusal
     # Small rows make small tiles, so that there is one for every multiprocessor.
     small = problem.itemsize == 8 or problem.cols < 16384 * device.multiprocessors
     first = ((4 if small else 8) // problem.inputs, 1024)
@@ -206,8 +200,6 @@ def _split(problem: Problem, device: Device, depth: int, lanes: int) -> Proposal
 
 def column(problem: Problem, device: Device) -> list[Proposal] | str:
     """Adjacent rows as they lie."""
-    if refusal := no_gpu("Triton", device):
-        return refusal
     if problem.contiguous:
         return "the elements of a row are neighbours: there are no rows side by side to read together"
     if problem.interleaved < 8:

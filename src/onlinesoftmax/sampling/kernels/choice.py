@@ -17,7 +17,7 @@ def refusal(dtype: str, rows: int, adjacent: bool, device: Device) -> str | None
         adjacent: True where the logits of a row are adjacent in memory.
         device: Where the kernel is to run.
     """
-    if reason := no_gpu("CUDA", device):
+    if reason := no_gpu("cuda", device):
         return reason
     if dtype not in DTYPES:
         return f"kernels read {', '.join(DTYPES)}, and the logits have {dtype}"

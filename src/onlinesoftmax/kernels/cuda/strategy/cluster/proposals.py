@@ -6,7 +6,7 @@ import itertools
 
 from .....core.device import Device
 from .....core.problem import Problem
-from .....planner.proposal import Proposal, no_gpu
+from .....planner.proposal import Proposal
 from .....planner.variant import Variant
 from ..blocks import (
     MOST_BLOCKS,
@@ -24,8 +24,6 @@ from ..blocks import (
 
 def cluster(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the registers of several blocks that reach each other's shared memory."""
-    if refusal := no_gpu("CUDA", device):
-        return refusal
     if device.compute_capability < (9, 0):
         return f"clusters of blocks need compute capability 9.0, and {device.name} has {device.arch}"
     if 2 * problem.rows > MOST_BLOCKS:

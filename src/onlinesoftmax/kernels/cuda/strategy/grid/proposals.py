@@ -10,7 +10,7 @@ import itertools
 
 from .....core.device import Device
 from .....core.problem import Problem
-from .....planner.proposal import Proposal, no_gpu, reads
+from .....planner.proposal import Proposal, reads
 from .....planner.variant import Variant
 from ..blocks import (
     LINE_CHUNKS,
@@ -29,8 +29,6 @@ from .ring_proposals import PIPELINED_ROWS, no_ring, pipelines, streams
 
 def grid(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the registers and shared memory of a team of blocks: all blocks of the device, or a part for each row."""
-    if refusal := no_gpu("CUDA", device):
-        return refusal
     found = [
         proposal
         for threads, held in itertools.product((128, 256, 512), (4, 8, 16))

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from .....core.device import Device
 from .....core.problem import Problem
-from .....planner.proposal import Proposal, no_gpu, reads
+from .....planner.proposal import Proposal, reads
 from .....planner.variant import Variant
 from ..blocks import MOST_BLOCKS, NO_REGISTERS, most_chunks, propose, resident_blocks
 
 
 def looped(problem: Problem, device: Device) -> list[Proposal] | str:
     """One block streams one row."""
-    if refusal := no_gpu("CUDA", device):
-        return refusal
     if problem.rows > MOST_BLOCKS:
         return f"{problem.rows} rows are more blocks than one launch takes"
     found = []

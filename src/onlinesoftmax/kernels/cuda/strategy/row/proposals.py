@@ -7,7 +7,7 @@ import itertools
 from .....core.device import Device
 from .....core.problem import Problem
 from .....core.task import MOST_PROCESSES
-from .....planner.proposal import Proposal, no_gpu
+from .....planner.proposal import Proposal
 from .....planner.variant import Variant
 from ..blocks import (
     MOST_BLOCKS,
@@ -24,8 +24,6 @@ from ..blocks import (
 
 def row(problem: Problem, device: Device) -> list[Proposal] | str:
     """Whole rows in the registers of a group of threads."""
-    if refusal := no_gpu("CUDA", device):
-        return refusal
     chunks, found = row_chunks(problem), []
     blocks = list(itertools.product((128, 256, 512, 1024), (1, 2), choices_of_terms(problem)))
     most_of = {(threads, terms): most_chunks(problem, threads, device, terms) for threads, _, terms in blocks}
