@@ -18,6 +18,7 @@ from cuda_simulator import launch_sharded, simulate_sharded
 from kernels.test_reduction import as_array
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver
+from onlinesoftmax.kernels.cuda import launch as launches
 from onlinesoftmax.kernels.cuda import merge as cuda
 from onlinesoftmax.kernels.cuda.compile import build
 from onlinesoftmax.kernels.sharded import ShardedRows
@@ -228,7 +229,7 @@ def test_a_launch_passes_what_the_kernel_reads(folder: Path, monkeypatch: pytest
         return 0
 
     monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
-    monkeypatch.setattr(cuda, "_kernel", lambda *_: 1)
+    monkeypatch.setattr(launches, "loaded", lambda *_: 1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     bound, given = cuda.bind("merge", one), rows_of(one)
     for _ in range(2):

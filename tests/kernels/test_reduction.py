@@ -18,6 +18,7 @@ from contract import DEVICE
 from cuda_simulator import launch_reduction, simulate_reduction
 from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver
+from onlinesoftmax.kernels.cuda import launch as launches
 from onlinesoftmax.kernels.cuda import reduction as cuda
 from onlinesoftmax.kernels.cuda.compile import build, usage
 from onlinesoftmax.kernels.reduction import Reduction
@@ -174,13 +175,13 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
             return 0
 
         monkeypatch.setattr(driver, "library", lambda launch=launch: SimpleNamespace(cuLaunchKernelEx=launch))
-        monkeypatch.setattr(cuda, "_kernel", lambda *_: 1)
+        monkeypatch.setattr(launches, "loaded", lambda *_: 1)
         # The words of a stream, filled when they are made.
         monkeypatch.setattr(
             cuda, "words_of_stream",
             lambda use, count, value, *_: made.setdefault(use, torch.full((count,), value, dtype=torch.int64)),
         )  # fmt: skip
-        monkeypatch.setattr(cuda, "may_begin_early", lambda _: True)
+        monkeypatch.setattr(launches, "may_begin_early", lambda _: True)
         monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         run = cuda.bind(one)
         # The second launch takes the arguments of the first, with other tensors.

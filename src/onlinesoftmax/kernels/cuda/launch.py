@@ -130,6 +130,23 @@ def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     return kernel
 
 
+def small_kernel(text: str, name: str, blocks: int, threads: int, values: bytes, early: bool) -> driver.ArgumentPool:
+    """The arguments of launches of a kernel that needs neither dynamic shared memory nor a cluster.
+
+    Args:
+        text, name: Its source and its name there.
+        blocks, threads: Blocks of a launch, and threads of a block.
+        values: Its parameter.
+        early: True if it waits itself for the kernel before it, and so may begin early.
+    """
+
+    def new_call(index: int) -> driver.Arguments:
+        config = driver.launch_config(blocks, 1, threads, 0, 1, False, early and may_begin_early(index))
+        return driver.Arguments(values, config, loaded(text, name, index, 0, 1))
+
+    return driver.ArgumentPool(new_call)
+
+
 def words_of_stream(use: int | str, count: int, value: int, index: int, stream: int) -> torch.Tensor:
     """64-bit words that hold a value when they are made.
 

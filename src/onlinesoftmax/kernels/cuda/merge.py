@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
 from ..sharded import FLOATS, INTEGERS, TENSORS, ShardedRows
 from . import driver
-from .launch import loaded, may_begin_early
+from .launch import small_kernel
 from .source import declarations, program, typed
 
 THREADS = 128
@@ -18,17 +17,12 @@ THREADS = 128
 
 def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], None]:
     """The function run(tensors) of the kernel "merge" or "incoming", for the tensors of `rows.names` on one device."""
-    blocks, values = blocks_of(rows), pack(rows)
     places = tuple((TENSORS.index(name), name) for name in rows.names)
     stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {kernel}_kernel"
 
-    def new_call(index: int) -> driver.Arguments:
-        # The states come from another stream, so the merge could not begin early.
-        early = kernel == "incoming" and may_begin_early(index)
-        config = driver.launch_config(blocks, 1, THREADS, 0, 1, False, early)
-        return driver.Arguments(values, config, _kernel(rows.kind, kernel, index))
-
-    pool = driver.ArgumentPool(new_call)
+    # The states come from another stream, so the merge could not begin early.
+    early = kernel == "incoming"
+    pool = small_kernel(source(rows.kind), f"{kernel}_kernel", blocks_of(rows), THREADS, pack(rows), early)
     take, give_back = pool.take, pool.give_back
 
     def run(tensors: dict[str, torch.Tensor]) -> None:
@@ -42,11 +36,6 @@ def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], 
         give_back(call)
 
     return run
-
-
-@cache
-def _kernel(kind: ShardedRows, kernel: str, index: int) -> int:
-    return loaded(source(kind), f"{kernel}_kernel", index, 0, 1)
 
 
 def blocks_of(rows: ShardedRows) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from ...core.task import ITEMSIZE
 from . import driver
-from .launch import loaded, may_begin_early
+from .launch import small_kernel
 from .source import declarations, program, typed
 
 THREADS, BATCH = 512, 8
@@ -42,13 +42,9 @@ def multiply(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
 @cache
 def _prepared(dtype: torch.dtype, out: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.ArgumentPool]:
     """(blocks that fill the device, arguments of launches)."""
-    text_of_kernel = source(*(str(name).removeprefix("torch.") for name in (dtype, out, factor)))
-
-    def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(1, 1, THREADS, 0, 1, False, early=may_begin_early(index))
-        return driver.Arguments(bytes(32), config, loaded(text_of_kernel, NAME, index, 0, 1))
-
-    return torch.cuda.get_device_properties(index).multi_processor_count, driver.ArgumentPool(new_call)
+    text = source(*(str(name).removeprefix("torch.") for name in (dtype, out, factor)))
+    count = torch.cuda.get_device_properties(index).multi_processor_count
+    return count, small_kernel(text, NAME, 1, THREADS, bytes(32), True)
 
 
 @cache

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 
 from ..reduction import Reduction
 from . import driver
-from .launch import EMPTY, loaded, may_begin_early, words_of_stream
+from .launch import EMPTY, small_kernel, words_of_stream
 from .source import declarations, program, typed
 
 THREADS, BATCH = 512, 8
@@ -33,17 +32,12 @@ _OUT, _MAIL = POINTERS.index("out"), POINTERS.index("mail")
 
 def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]:
     """The function run(out, tensors) for tensors on one device."""
-    blocks, values = blocks_of(reduction), pack(reduction)
+    blocks = blocks_of(reduction)
     inputs = tuple((POINTERS.index(name), name) for name in reduction.tensors)
     stream_of = torch._C._cuda_getCurrentRawStream
 
-    def new_call(index: int) -> driver.Arguments:
-        kernel = _kernel(reduction._replace(rows=0, classes=0, ignore_index=0), index)
-        # The kernel of the total follows the loss kernel, and waits itself before it reads the losses.
-        early = reduction.result is not None and may_begin_early(index)
-        return driver.Arguments(values, driver.launch_config(blocks, 1, THREADS, 0, 1, False, early), kernel)
-
-    pool = driver.ArgumentPool(new_call)
+    # The kernel of the total follows the loss kernel, and waits itself before it reads the losses.
+    pool = small_kernel(source(reduction), NAME, blocks, THREADS, pack(reduction), reduction.result is not None)
     take, give_back = pool.take, pool.give_back
 
     def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
@@ -60,12 +54,6 @@ def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]
         give_back(call)
 
     return run
-
-
-@cache
-def _kernel(reduction: Reduction, index: int) -> int:
-    """The handle of the kernel; the rows, the classes and `ignore_index` are its arguments."""
-    return loaded(source(reduction), NAME, index, 0, 1)
 
 
 def blocks_of(reduction: Reduction) -> int:
