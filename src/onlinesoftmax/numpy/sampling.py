@@ -26,6 +26,8 @@ __all__ = [
     "checked_target", "sample", "topk_logprobs", "verify",
 ]  # fmt: skip
 
+checked_drafts = rules.checked_drafts
+
 FUNCTIONS = formulas.Functions(
     np,
     float32=lambda t: t.astype(np.float32).astype(np.float64),
@@ -82,11 +84,6 @@ def checked_seeds(logits: Logits, seed: Any, offset: Any, generator: Any) -> tup
         return _of_rows(logits, "seed", seed, "int64", 0, LARGEST_INT64), offsets
     generator = generator or np.random.default_rng()
     return generator.integers(LARGEST_INT64, size=math.prod(logits.rows)), offsets
-
-
-def checked_drafts(target: Logits, tokens: Any, draft: Logits | None) -> Logits:
-    """The logits of the target model with the shape of the rows of drafts as `rows`, after the checks of the drafts."""
-    return target._replace(rows=rules.rows_of_drafts(target, tokens, draft))
 
 
 @quiet

@@ -27,6 +27,9 @@ __all__ = [
 Tensor = torch.Tensor
 
 
+checked_drafts = rules.checked_drafts
+
+
 class Logits(rules.Logits):
     """Logits of torch."""
 
@@ -117,8 +120,3 @@ def checked_seeds(logits: Logits, seed: Any, offset: Any, generator: Any) -> tup
     if seed is not None:
         return checked_of_rows(logits, "seed", seed, "int64", 0, LARGEST_INT64), offsets
     return torch.randint(LARGEST_INT64, (math.prod(logits.rows),), device=x.device, generator=generator), offsets
-
-
-def checked_drafts(target: Logits, tokens: Any, draft: Logits | None) -> Logits:
-    """The logits of the target model with the shape of the rows of drafts as `rows`, after the checks of the drafts."""
-    return target._replace(rows=rules.rows_of_drafts(target, tokens, draft))

@@ -177,8 +177,8 @@ def checked_target(logits: Logits, target: Any) -> Array | None:
     return target
 
 
-def rows_of_drafts(target: Logits, tokens: Any, draft: Logits | None) -> tuple[int, ...]:
-    """The shape of the rows of drafts, after the checks of the drafts.
+def checked_drafts(target: Any, tokens: Any, draft: Logits | None) -> Any:
+    """The logits of the target model with the shape of the rows of drafts as `rows`, after the checks of the drafts.
 
     Args:
         target: The logits of the target model.
@@ -195,10 +195,9 @@ def rows_of_drafts(target: Logits, tokens: Any, draft: Logits | None) -> tuple[i
         check_index(library, caller, "draft_tokens", target.x, tokens, wanted)
     else:
         raise ValueError(f"{caller}: draft_tokens has shape {tuple(tokens.shape)}, and must have {wanted}")
-    if draft is None:
-        return tuple(rows)
-    wanted = (*wanted, target.tokens)
-    if draft.x.shape != wanted:
-        raise ValueError(f"{caller}: draft_logits has shape {tuple(draft.x.shape)}, and must have {wanted}")
-    library.check_place(caller, "draft_logits", draft.x, target.x)
-    return tuple(rows)
+    if draft is not None:
+        wanted = (*wanted, target.tokens)
+        if draft.x.shape != wanted:
+            raise ValueError(f"{caller}: draft_logits has shape {tuple(draft.x.shape)}, and must have {wanted}")
+        library.check_place(caller, "draft_logits", draft.x, target.x)
+    return target._replace(rows=tuple(rows))
