@@ -8,17 +8,17 @@ from typing import Any, Literal, overload
 from ..core.arrays import array_kind
 from ..core.device import Device, known
 from ..core.options import PLAIN, checked_options, is_number
+from ..core.state import dim_from_end
 from ..core.task import Choice
 from ..jax import plans as jax_plans
 from ..jax.device import from_jax, is_on_cpu
 from ..kernels import registry
 from ..linear.plans import FUNCTIONS
 from ..ops import OPERATIONS
-from ..torch import plans as torch_plans
+from ..torch import device as torch_device
 from ..torch.device import from_torch, here
 from .heads import HeadExplanation, adds_in_place, checked_memory, described_head, explain_head, wanted_gradients
-from .inputs import Shape, check_taken, checked_axis, described, framework_of, task_in_jax, torch_task
-from .rows import Explanation, explain_task
+from .rows import Explanation, Shape, check_taken, described, explain_task, framework_of, task_in_jax, torch_task
 from .sampling import SAMPLE, SampleExplanation, described_sample, explain_sample
 
 __all__ = ["Explanation", "HeadExplanation", "SampleExplanation", "explain"]
@@ -131,33 +131,23 @@ def explain(
         raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
     if device is not None and not isinstance(device, str):
         raise TypeError(f"device must be the name of a known device, not {type(device).__name__}")
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "top_logprobs": top_logprobs}
     of_rows = {
-        "dim": dim != -1, "outputs": outputs is not None, "mask": mask is not None, "bias": bias is not None,
-        "causal": causal, "fully_masked": fully_masked != "nan", "batch_invariant": batch_invariant,
-        "backend": backend is not None, "strategy": strategy is not None,
+        "outputs": outputs, "causal": causal, "fully_masked": fully_masked != "nan",
+        "batch_invariant": batch_invariant, "backend": backend, "strategy": strategy,
     }  # fmt: skip
     of_heads = {
-        "linear_weight": linear_weight is not None, "linear_bias": linear_bias is not None,
-        "reduction": reduction is not None, "gradients": gradients is not None, "whole_rows": whole_rows,
-        "memory": memory is not None, "acc_dtype": acc_dtype is not None,
-    }  # fmt: skip
-    of_samples = {
-        "top_k": top_k is not None, "top_p": top_p is not None, "min_p": min_p is not None,
-        "top_logprobs": top_logprobs != 0,
+        "linear_weight": linear_weight, "linear_bias": linear_bias, "reduction": reduction, "gradients": gradients,
+        "whole_rows": whole_rows, "memory": memory, "acc_dtype": acc_dtype,
     }  # fmt: skip
     if operation == SAMPLE:
-        others = (
-            of_rows
-            | of_heads
-            | {"scale": not (is_number(scale) and scale == 1), "framework='jax'": framework_of(x, framework) == "jax"}
-        )
-        _check_not_given(SAMPLE, {name: given for name, given in others.items() if name not in ("dim", "mask", "bias")})
-        filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "top_logprobs": top_logprobs}
+        scaled = not (is_number(scale) and scale == 1)
+        _check_not_given(SAMPLE, x, framework, **of_rows, **of_heads, scale=scaled)
         problem = described_sample(x, dim, dtype, filters, {"softcap": softcap, "bias": bias, "mask": mask})
         return explain_sample(problem, known(device) if device is not None else _this_device(x), device is not None)
-    _check_not_given(operation, of_samples)
+    _check_not_given(operation, None, None, **filters | {"top_logprobs": top_logprobs != 0})
     if isinstance(operation, str) and operation in FUNCTIONS:
-        _check_not_given(operation, of_rows | {"framework='jax'": framework_of(x, framework) == "jax"})
+        _check_not_given(operation, x, framework, dim=dim != -1, mask=mask, bias=bias, **of_rows)
         head = described_head(operation, x, linear_weight, linear_bias, dtype, reduction)
         wanted = wanted_gradients(gradients, x, linear_weight, linear_bias)
         machine = known(device) if device is not None else _this_device(x)
@@ -167,10 +157,10 @@ def explain(
         return explain_head(head, asked, checked_memory(memory), options, machine, device is not None)
     if not isinstance(operation, str) or operation not in OPERATIONS:
         raise ValueError(f"unknown operation {operation!r}; operations: {', '.join((*OPERATIONS, *FUNCTIONS, SAMPLE))}")
-    _check_not_given(operation, of_heads)
+    _check_not_given(operation, None, None, **of_heads)
     in_jax = framework_of(x, framework) == "jax"
     shape, like = described(x, dtype)
-    axis, declaration = checked_axis(dim, len(shape)), OPERATIONS[operation]
+    axis, declaration = dim_from_end(dim, len(shape)) % len(shape), OPERATIONS[operation]
     written = None if outputs is None else declaration.named(outputs)
     given = {name: Shape(t) if isinstance(t, tuple | list) else t for name, t in (("bias", bias), ("mask", mask))}
     options = checked_options(operation, scale, softcap, given["bias"], given["mask"], causal, fully_masked) or PLAIN
@@ -184,12 +174,17 @@ def explain(
     machine = known(device) if device is not None else _this_device(x)
     own = options.of(declaration.options)
     task = torch_task(declaration, shape, axis, like, own, batch_invariant, written or declaration.always)
-    return explain_task(task, torch_plans.planner_for(machine, choice, device is not None), choice)
+    return explain_task(task, torch_device.planner_for(machine, choice, device is not None), choice)
 
 
-def _check_not_given(operation: str, given: dict[str, bool]) -> None:
-    """Raise a ValueError that names the arguments that are given, which the operation does not have."""
-    if names := [name for name, is_given in given.items() if is_given]:
+def _check_not_given(operation: str, x: Any, framework: str | None, **given: Any) -> None:
+    """Raise a ValueError that names the arguments that are neither None nor False, which the operation does not have.
+
+    With an input x, JAX is one of them.
+    """
+    names = [name for name, value in given.items() if value is not None and value is not False]
+    names += ["framework='jax'"] if x is not None and framework_of(x, framework) == "jax" else []
+    if names:
         raise ValueError(f"{operation}() has no {', '.join(names)} here")
 
 

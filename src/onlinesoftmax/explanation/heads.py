@@ -17,9 +17,8 @@ from ..core.view import contiguous_view
 from ..linear.forecast import Forecast, forecast, sources
 from ..linear.plans import FUNCTIONS, STATISTICS, LinearPlan, LinearProblem, plans_of, problem_of
 from ..ops import OPERATIONS
-from ..torch import plans as torch_plans
-from .inputs import described, sizes_of, torch_task
-from .rows import Explanation, explain_task
+from ..torch import device as torch_device
+from .rows import Explanation, described, explain_task, sizes_of, torch_task
 
 GRADIENTS = ("input", "linear_weight", "linear_bias")
 """The tensors of a head that may have a gradient."""
@@ -143,7 +142,7 @@ def explain_head(
     function, sizes, dtype = head
     problem = problem_of(function, sizes, dtype, **asked)
     plan, others = plans_of(problem, memory)
-    planner = torch_plans.planner_for(device, ANY, named)
+    planner = torch_device.planner_for(device, ANY, named)
 
     def kernels_of(each: LinearPlan) -> tuple[Explanation, ...]:
         shape = (problem.tokens, each.chunk) if each.name == "columns" else (each.chunk, problem.classes)

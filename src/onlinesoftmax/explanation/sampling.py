@@ -11,7 +11,7 @@ from ..core.units import duration, size
 from ..kernels import registry
 from ..sampling.kernels.choice import is_unfiltered, refusal
 from ..sampling.kernels.source import MOST_TOP, THREADS, cluster_of
-from .inputs import described, sizes_of
+from .rows import described, sizes_of
 
 SAMPLE = "sample"
 
@@ -217,14 +217,14 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
         return f"kernels have no {' and no '.join(problem.options)}"
     if not named and (reason := registry.unavailable("cuda")):
         return reason
-    rows, tokens, dtype, adjacent, filters, top, _ = problem
-    if reason := refusal(dtype, rows, adjacent, device):
+    rows, tokens, filters, top = problem.rows, problem.tokens, problem.filters, problem.top
+    if reason := refusal(problem.dtype, rows, problem.adjacent, device):
         return reason
     if is_unfiltered(bool(filters), top):
         # It imports CUDA's launches.
         from ..sampling.kernels.unfiltered import shape_of
 
-        shape = shape_of(rows, tokens, dtype, True, False, device)
+        shape = shape_of(rows, tokens, problem.dtype, True, False, device)
         return Kernel(UNFILTERED, shape.cluster, shape.threads, "one read of the logits, of which nothing is held")
     if top > MOST_TOP:
         return f"a kernel lists at most {MOST_TOP} tokens"

@@ -1,4 +1,4 @@
-"""Description of the device that torch sees, for the planner."""
+"""Description of the device that torch sees, and the planner for its tensors; without an import of torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from ..core.device import KNOWN, UNKNOWN_BANDWIDTH, Device, model_of
+from ..core.task import Choice
+from ..kernels import registry
+from ..planner.measured import table_for
+from ..planner.plan import Planner
+from ..planner.strategies import FORCED_EAGER, TABLE
 
 BUS_TOLERANCE = 0.05
 """Largest relative difference between the bandwidth that the bus gives and that of the table for the same memory.
@@ -63,3 +68,22 @@ def _bus_bandwidth(properties: Any) -> float:
     clock_khz = getattr(properties, "memory_clock_rate", 0)
     bus_bits = getattr(properties, "memory_bus_width", 0)
     return 0.9 * 2 * clock_khz * 1e3 * bus_bits / 8 / 1e9
+
+
+def planner_for(device: Device, choice: Choice, every_backend: bool = False) -> Planner:
+    """The planner for tensors on a device.
+
+    Args:
+        device: The device of the tensors.
+        choice: The parts of the plan that the caller forces.
+        every_backend: True for a device that this machine need not have.  The planner then takes all backends,
+            installed here or not, and never plans for an interpreter.
+    """
+    strategies = FORCED_EAGER if choice.backend == "eager" else TABLE
+    if every_backend:
+        return Planner(device, (), table_for(device), strategies)
+    if device.kind == "cpu" and choice.backend == "triton" and registry.unavailable("triton") is None:
+        triton = registry.load("triton")
+        # The interpreter needs some GPU's numbers to plan with.
+        device = triton.PLANNED_FOR if triton.interpreted() else device
+    return Planner(device, registry.missing(), table_for(device), strategies)

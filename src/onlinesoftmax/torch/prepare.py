@@ -22,9 +22,8 @@ from ..kernels.request import Request
 from ..planner.plan import Plan
 from . import eager, formulas
 from .arguments import checked_out
-from .device import from_torch
+from .device import from_torch, planner_for
 from .fast_path import PREPARED_CALLS, keep, key_of
-from .plans import planner_for
 
 ROW_OPTIONS = frozenset(name for name, option in SCORE_OPTIONS.items() if option.kind == "row")
 """Names of the score options that may have one value per row."""

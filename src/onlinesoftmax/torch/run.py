@@ -19,7 +19,7 @@ from ..core.options import ScoreOptions
 from ..core.task import ANY, Choice
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
-from . import autograd, eager, formulas, gradients, reasons, transformed
+from . import autograd, eager, formulas, gradients, reasons
 from .arguments import autocasts, check_options, check_out_memory, check_out_shape, checked_out, extent, reduced_shape
 from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
 from .loss_run import check_targets, check_tokens, run_loss, run_tokens
@@ -123,7 +123,7 @@ def _by_kernel(call: Call) -> torch.Tensor:
     if _wants_derivatives(x, call.options):
         if out is not None:
             _refuse_out(operation)
-        return (transformed if is_transformed() else autograd).apply(call)
+        return autograd.apply(call)
     if out is not None:
         check_out_memory(operation.name, x, call.options, out)
     if settings.choice.batch_invariant:
