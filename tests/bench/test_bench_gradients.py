@@ -80,7 +80,7 @@ def test_the_exact_gradient_is_autograds(
         y, dy = inputs = make_inputs(case, CPU)
         x = y.log() if operation == "softmax_backward" else y
     leaf = x.clone().requires_grad_()
-    (right,) = torch.autograd.grad(getattr(torch, case.forward)(leaf, dim), leaf, dy)
+    (right,) = torch.autograd.grad(getattr(torch, case.declaration.forward.name)(leaf, dim), leaf, dy)
     verdict = Reference(case, *inputs).judge(right, allowed=1e-14)
     assert verdict.wrong is None
     assert verdict.error < 1e-13

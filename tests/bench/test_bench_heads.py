@@ -16,8 +16,7 @@ from bench_cases import CPU, call
 from onlinesoftmax.lab.bench import tables
 from onlinesoftmax.lab.bench.heads import peers
 from onlinesoftmax.lab.bench.heads.cases import HeadCase
-from onlinesoftmax.lab.bench.heads.jax_peers import HEAD_PEERS
-from onlinesoftmax.lab.bench.heads.peers import OursHead, TorchHead
+from onlinesoftmax.lab.bench.heads.peers import HEAD_PEERS, OursHead, TorchHead
 from onlinesoftmax.lab.bench.heads.reference import errors, sample_of
 from onlinesoftmax.lab.bench.heads.run import make_head, run_heads
 

@@ -13,8 +13,7 @@ import typer
 from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 from ..lab.bench.cases import MEASURED
-from ..lab.bench.heads.jax_peers import HEAD_PEERS
-from ..lab.bench.heads.peers import OursHead
+from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
 from ..lab.bench.sampling.peers import TOKEN_PEERS, OursTokens
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names

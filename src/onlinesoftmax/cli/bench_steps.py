@@ -69,8 +69,8 @@ def todo_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
         name = f"--suite {options['suite']}"
         if framework != "torch":
             raise ValueError(f"{name} measures calls of PyTorch; leave out --framework {framework}")
-        if backward := next((case for case in found if case.backward), None):
-            operations = f"instead of --op {backward.operation} name {backward.forward}"
+        if backward := next((case for case in found if case.declaration.backward), None):
+            operations = f"instead of --op {backward.operation} name {backward.declaration.forward}"
             raise ValueError(f"{name} measures public functions: {operations}")
     return found
 

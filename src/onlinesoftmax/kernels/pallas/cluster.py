@@ -163,7 +163,7 @@ def cluster_kernel(*refs: Any, operands: Operands, length: int, size: int, piece
     Bytes: one read, one write; states travel through distributed shared memory.
     Limits: no score options, which would need scores in shared memory.
     """
-    op, inputs = operands.op, operands.op.inputs
+    op, inputs = operands.op, operands.op.operation.inputs
     exchanged = len(op.slice_dtypes(operands.accumulator))
     *arguments, loaded, arrived = refs
     scratch = len(arguments) - inputs - exchanged
@@ -237,7 +237,7 @@ def _merge_cluster(state: State, op: Op, refs: tuple[Any, ...], arrived: Any, si
 
 def run(operands: Operands, arrays: list[Array], out: list[Any], plan: Plan, interpret: bool) -> list[Array]:
     """Run the operation on matrices."""
-    op, size, length, inputs = operands.op, plan.splits, plan.block, operands.op.inputs
+    op, size, length, inputs = operands.op, plan.splits, plan.block, operands.op.operation.inputs
     itemsize = arrays[0].dtype.itemsize
     # Each piece costs a reduction of its own, which pays off for operations that write elements.
     tile = CLUSTER_THREADS * (16 // itemsize)

@@ -93,11 +93,6 @@ class Op(NamedTuple):
         return OPERATIONS[self.name]
 
     @property
-    def inputs(self) -> int:
-        """Number of arrays that are read element by element."""
-        return self.operation.inputs
-
-    @property
     def reduces(self) -> bool:
         """True where a row is reduced to a state."""
         return self.operation.reduces

@@ -190,7 +190,7 @@ class Operands(NamedTuple):
         """(a, b, kept) of a tile: the pairs of formulas.py, and True where an element exists and no mask forbids it."""
         x, *more = (
             pltriton.load(ref.at[tile.at], mask=tile.inside, other=0).astype(self.accumulator)
-            for ref in refs[: self.op.inputs]
+            for ref in refs[: self.op.operation.inputs]
         )
         if not self.op.operation.scores:
             return x, more[0], tile.inside
@@ -199,7 +199,7 @@ class Operands(NamedTuple):
 
     def make_scores(self, x: Array, refs: tuple[Any, ...], tile: Tile) -> tuple[Array, Array]:
         """The scores of logits, -inf where there is no element or a mask forbids it; and False there."""
-        inputs, options = self.op.inputs, self.options
+        inputs, options = self.op.operation.inputs, self.options
         arrays = [self._beside(ref, rows, tile) for ref, rows in zip(refs[inputs:], self.maps, strict=False)]
         options = options.filled(arrays)
         kept = tile.inside if options.mask is None else tile.inside & (options.mask != 0)
@@ -227,7 +227,7 @@ class Operands(NamedTuple):
 
     def row_operand_refs(self, refs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The references of the operands per row."""
-        at = self.op.inputs + len(self.maps)
+        at = self.op.operation.inputs + len(self.maps)
         return refs[at : at + len(self.op.row_operand_names)]
 
     def at_targets(self, refs: tuple[Any, ...], first: Any, rows: int) -> Operands:

@@ -100,12 +100,12 @@ class Case:
 
     def __post_init__(self) -> None:
         check_names("score option", self.fused, FUSED)
-        if self.fused and (self.backward or self.with_gradient):
+        if self.fused and (self.declaration.backward or self.with_gradient):
             raise ValueError(f"{self.operation} with {', '.join(self.fused)}: gradients have no score options here")
         if self.fused and self.declaration.has_target:
             raise ValueError(f"{self.operation} with {', '.join(self.fused)}: it has no score options here")
-        if self.with_gradient and self.backward:
-            raise ValueError(f"with_gradient: {self.operation} is itself a gradient; name {self.forward}")
+        if self.with_gradient and self.declaration.backward:
+            raise ValueError(f"with_gradient: {self.operation} is itself a gradient; name {self.declaration.forward}")
         self._check_reduction()
         if "causal" in self.fused and (self.dim == 0 or self.shape[self.dim - 1] > self.shape[self.dim]):
             # With more queries than keys the first queries see no key, and their rows are NaN.
@@ -134,16 +134,6 @@ class Case:
     def declaration(self) -> Operation:
         """The declaration of the operation."""
         return OPERATIONS[self.operation]
-
-    @property
-    def backward(self) -> bool:
-        """True for a gradient."""
-        return self.declaration.backward
-
-    @property
-    def forward(self) -> str:
-        """Name of the public function: the operation itself, or the one that it is the gradient of."""
-        return self.declaration.forward.name
 
     @property
     def elements(self) -> int:
@@ -246,7 +236,7 @@ class Case:
         if kinds[name] != "floating":
             return {"integer": "int64", "boolean": "bool"}[kinds[name]]
         wide = {output.name for output in self.declaration.forward.outputs if output.dtype == "accumulator"}
-        return self.accumulator if self.backward and name in wide else self.dtype
+        return self.accumulator if self.declaration.backward and name in wide else self.dtype
 
     def shape_of(self, name: str) -> Shape:
         """Shape of an operand or a score option.  A bias has one value per column; a mask has one per element."""

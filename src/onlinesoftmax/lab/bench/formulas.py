@@ -58,7 +58,7 @@ def own(case: Case) -> Function:
     dim, dtype = case.dim, getattr(torch, case.dtype)
     if is_written_out(case):
         return written_out(case)
-    if not case.backward:
+    if not case.declaration.backward:
         forward = getattr(torch, case.operation)
         return lambda x: forward(x, dim)
     data = getattr(torch.ops.aten, f"_{case.operation}_data")
@@ -90,7 +90,7 @@ def is_written_out(case: Case) -> bool:
     """True where PyTorch has no function for the case and runs elementary operations, which round every step."""
     import torch
 
-    return bool(case.fused) or (case.backward and not hasattr(torch.ops.aten, f"_{case.operation}_data"))
+    return bool(case.fused) or (case.declaration.backward and not hasattr(torch.ops.aten, f"_{case.operation}_data"))
 
 
 def written_out(case: Case, wide: bool = False) -> Function:
@@ -100,7 +100,7 @@ def written_out(case: Case, wide: bool = False) -> Function:
         case: A gradient, or a forward operation with or without score options.
         wide: Compute every step in float32 at least, and round once.
     """
-    return _gradient(case, wide) if case.backward else _forward(case, wide)
+    return _gradient(case, wide) if case.declaration.backward else _forward(case, wide)
 
 
 def _forward(case: Case, wide: bool) -> Function:

@@ -20,8 +20,8 @@ def make_inputs(case: Case, device: Any) -> Inputs:
     A gradient reads what a forward call keeps: operands of the forward call, and its outputs, rounded once.
     """
     operation, made = case.declaration, {}
-    if case.backward:
-        forward = replace(case, operation=case.forward)
+    if case.declaration.backward:
+        forward = replace(case, operation=case.declaration.forward.name)
         made = _kept(case, forward, make_inputs(forward, device))
     for seed, name in enumerate(case.tensors, case.elements):
         if name not in made:
@@ -34,7 +34,7 @@ def rounded(case: Case, inputs: Inputs) -> Inputs:
     """The tensors of a gradient with every wider one rounded to the dtype of the case, as PyTorch keeps its results."""
     import torch
 
-    if not case.backward:
+    if not case.declaration.backward:
         return inputs
     dtype = getattr(torch, case.dtype)
     return tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)

@@ -68,7 +68,7 @@ class OursInJax(Arrays, Ours):
 
     def prepare(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
-        if case.backward:
+        if case.declaration.backward:
             return bridge.on_tensors(partial(_gradient, case, Choice(self.backend, self.strategy)))
         from ...jax import functions as ours
 
@@ -97,7 +97,7 @@ def _of_jax_nn(case: Case) -> Function:
     import jax.numpy as jnp
 
     dim = case.dim
-    if case.backward:
+    if case.declaration.backward:
         return partial(_its_gradient, case)
 
     def of_targets(x: Any, target: Any) -> Any:

@@ -92,7 +92,7 @@ class Ours(Peer):
 
     def supports(self, case: Case) -> str | None:
         """Everything but gradients on a CPU, where PyTorch's own backward runs unless the interpreter is forced."""
-        if case.backward and self.device_type == "cpu" and self.backend != "triton":
+        if case.declaration.backward and self.device_type == "cpu" and self.backend != "triton":
             return "on a CPU PyTorch's own backward runs"
         return None
 
@@ -121,7 +121,7 @@ class Ours(Peer):
         """The function with the forced backend and strategy."""
         from ... import api
 
-        return self._gradient(case) if case.backward else public_function(case, api, self._forced())
+        return self._gradient(case) if case.declaration.backward else public_function(case, api, self._forced())
 
     def prepare_out(self, case: Case) -> Function | None:
         """The function with `out=`."""
@@ -183,7 +183,7 @@ class Compiled(Torch):
 
         torch._dynamo.reset()
         # PyTorch's own gradients are calls that its compiler does not look into.
-        function = formulas.written_out(case) if case.backward else formulas.own(case.without_gradient)
+        function = formulas.written_out(case) if case.declaration.backward else formulas.own(case.without_gradient)
         compiled: Function = torch.compile(function, dynamic=self.dynamic)
         # Autograd runs the backward pass that was compiled with the forward pass.
         return with_gradient(case, compiled)
@@ -303,7 +303,7 @@ class Liger(ForGpus):
             before = (None, -100, 0.0, 0.0, case.reduction)
             return lambda x, target: apply(x, target, *before)[0]
         softmax = importlib.import_module(self.module)
-        if not case.backward:
+        if not case.declaration.backward:
             function: Function = softmax.LigerSoftmaxFunction.apply
             return function
         # The same settings as in its forward pass.  The gradient goes to a new tensor; dy is not changed.
@@ -328,7 +328,7 @@ class Quack(ForGpus):
             loss, reduction = importlib.import_module("quack.cross_entropy").cross_entropy, case.reduction
             return lambda x, target: loss(x, target, reduction=reduction)
         softmax = importlib.import_module(self.module)
-        if not case.backward:
+        if not case.declaration.backward:
             function: Function = softmax.softmax
             return function
         backward = softmax.softmax_bwd

@@ -21,7 +21,7 @@ from ...core.device import KNOWN, model_of
 from ...core.whole_files import NotRegularError, read_regular, write_whole
 from ...torch.device import from_torch
 from .cases import Case
-from .heads.jax_peers import HEAD_PEERS
+from .heads.peers import HEAD_PEERS
 from .peers import PEERS
 from .result import CaseResult
 from .sampling.peers import TOKEN_PEERS

@@ -160,7 +160,7 @@ def sentences(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list
 def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
     """The lines below the table: the tensors that a gradient's GB/s count, our layer on a CPU, older host times."""
     passes = {}
-    for case in (found.case for found in results if found.case.backward or found.case.with_gradient):
+    for case in (found.case for found in results if found.case.declaration.backward or found.case.with_gradient):
         reduction = f" with reduction {case.reduction}" if case.reduction else ""
         passes[f"{case.operation}{reduction}{' with gradient' * case.with_gradient}"] = case.passes
     counts = "tensors, read or written once; those of the copy count 2."
@@ -208,22 +208,14 @@ def _sharded_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> 
     return table
 
 
-def _head_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
-    table = _table(results, content, HEAD_TIME, "plan or reason")
+def _beside(
+    columns: Columns, notes: str, below: list[str], results: Sequence[CaseResult], content: Mapping[str, Any]
+) -> Table:
+    """The table of a suite whose calls are timed beside a yardstick."""
+    table = _table(results, content, columns, notes)
     # The peak of PyTorch's allocator is not known on a CPU.
     extra = any(result.extra_bytes is not None for found in results for result in found.results)
-    lines = [
-        "Time of forward and backward over that of three bare products in the same run.",
-        "Error: norm over rows of the weight's gradient, relative to float64.",
-    ]
-    return replace(table.without(set() if extra else {MEMORY}), below=lines + _speed_ups(results, content))
-
-
-def _token_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
-    table = _table(results, content, TOKEN_TIME, "way, what it lacks, or reason")
-    extra = any(result.extra_bytes is not None for found in results for result in found.results)
-    lines = ["Time of a call over that of one read of the logits, our logsumexp, in the same run."]
-    return replace(table.without(set() if extra else {MEMORY}), below=lines)
+    return replace(table.without(set() if extra else {MEMORY}), below=below + _speed_ups(results, content))
 
 
 def _shown(number: float | None, form: str) -> str:
@@ -315,7 +307,12 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
     "host time": partial(_calls, host_times.below),
     "first calls": partial(_calls, cold_suite.below),
     "sharded time": _sharded_time,
-    "head time": _head_time,
-    "token time": _token_time,
-}
+    "head time": partial(_beside, HEAD_TIME, "plan or reason", [
+        "Time of forward and backward over that of three bare products in the same run.",
+        "Error: norm over rows of the weight's gradient, relative to float64.",
+    ]),
+    "token time": partial(_beside, TOKEN_TIME, "way, what it lacks, or reason", [
+        "Time of a call over that of one read of the logits, our logsumexp, in the same run.",
+    ]),
+}  # fmt: skip
 """The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

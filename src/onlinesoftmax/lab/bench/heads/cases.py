@@ -37,11 +37,6 @@ class HeadCase(Case):
         return OPERATIONS[FUNCTIONS[self.operation].loss or STATISTICS]
 
     @property
-    def backward(self) -> bool:
-        """False: a case is a public function, with its gradient."""
-        return False
-
-    @property
     def rows(self) -> int:
         """Number of tokens."""
         return self.shape[0]

@@ -71,11 +71,6 @@ class TokenCase(Case):
         return OPERATIONS["logsumexp"]
 
     @property
-    def backward(self) -> bool:
-        """False: a case is a public function."""
-        return False
-
-    @property
     def read_bytes(self) -> int:
         """Bytes of the logits."""
         return self.elements * ITEMSIZE[self.dtype]
