@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import altair as alt
 
-from onlinesoftmax.lab.report.charts import COLORS, GREY, HEIGHT, NAMES, points_of, static, svg
+from onlinesoftmax.lab.report.charts import COLORS, GREY, HEIGHT, NAMES, static, svg
+from onlinesoftmax.lab.report.records import COPY, Record, joined, series
 
 from .losses import CROSS_ENTROPY
 from .markdown import shape
@@ -77,3 +79,19 @@ CHARTS: dict[str, Callable[[Records], str]] = {
     "losses-h200": losses,
 }
 """The function that draws each chart, by the name of its file."""
+
+
+def points_of(records: Iterable[Record], title: str) -> list[dict[str, Any]]:
+    """The points of the panels with this title, of several records of one device.
+
+    Where two records have the same case and library, the first one counts; the copy is that of the first.
+    """
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for record in records:
+        for panel in series(record)["panels"]:
+            if panel["title"] == title:
+                for point in panel["points"]:
+                    found.setdefault((point["shape"], point["who"]), point)
+    # The copy lies below all others, and ours above.
+    order = sorted(found.values(), key=lambda point: (point["who"] != COPY, point["who"] == "ours"))
+    return joined(order)

@@ -24,7 +24,7 @@ from onlinesoftmax.lab.bench.record_file import record_name
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 from onlinesoftmax.lab.bench.timing import Times
-from onlinesoftmax.lab.report.charts import NAMES, headline, points_of, svg
+from onlinesoftmax.lab.report.charts import NAMES, headline, svg
 from onlinesoftmax.lab.report.records import read
 
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,7 @@ def test_a_chart_of_one_length_has_an_axis_around_it() -> None:
     assert ">1 Gi<" not in axis
 
 
-def test_points_of_several_records_have_one_copy_and_every_library(tmp_path: Path) -> None:
+def test_points_of_several_records_have_one_copy_and_every_library(tables: Any, tmp_path: Path) -> None:
     made = [record(), record(date="2026-01-01T00:00:00+00:00")]
     for case in made[1]["cases"]:
         for result in case["results"]:
@@ -162,7 +162,7 @@ def test_points_of_several_records_have_one_copy_and_every_library(tmp_path: Pat
     for i, content in enumerate(made):
         (tmp_path / f"{i}.json").write_text(json.dumps(content))
     records, _, _ = read([tmp_path])
-    points = points_of(records, "softmax, bfloat16")
+    points = sys.modules["pages.charts"].points_of(records, "softmax, bfloat16")
     keys = [(point["shape"], point["who"]) for point in points]
     assert len(set(keys)) == len(keys)
     assert {who for _, who in keys} == {"ours", "torch", "quack", "copy"}

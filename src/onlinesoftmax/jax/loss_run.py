@@ -15,7 +15,7 @@ from ..core.arguments import Library
 from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
-from ..ops.token_logprobs.support import checked_support, excluding, truncated
+from ..ops.support import checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from . import custom_op, loss_total
 from .eager import filled, logsumexp_of, scores, scores_at

@@ -13,7 +13,7 @@ import torch
 
 from ..core.call import TokenLogprobs
 from ..core.task import ANY
-from ..ops.token_logprobs.support import checked_support, excluding, truncated
+from ..ops.support import checked_support, excluding, truncated
 from ..torch.arguments import TORCH
 from ..torch.loss_run import run_tokens
 from .arguments import Head, check_gradients

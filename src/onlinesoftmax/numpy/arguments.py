@@ -16,7 +16,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..ops.cross_entropy import arguments as rules
-from ..ops.token_logprobs.support import check_values, checked_support
+from ..ops.support import check_values, checked_support
 
 ARRAY_TYPES = (np.ndarray, np.generic)
 """Types of the arrays that an argument may be; NumPy's scalars are 0-d arrays."""

@@ -16,7 +16,7 @@ from ..core.declaration import Operation
 from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import TOKEN_LOGPROBS
-from ..ops.token_logprobs.support import excluding, truncated
+from ..ops.support import excluding, truncated
 from . import eager
 from .arguments import (
     NUMPY,

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..core.declaration import Operation
-from . import log_softmax, logsumexp, softmax
+from . import log_softmax, logsumexp, softmax, token_logprobs
 from .cross_entropy import declare as cross_entropy
-from .token_logprobs import declare as token_logprobs
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation

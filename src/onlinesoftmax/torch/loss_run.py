@@ -14,7 +14,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops import CROSS_ENTROPY, TOKEN_LOGPROBS
 from ..ops.cross_entropy.arguments import class_dim
-from ..ops.token_logprobs.support import check_values, checked_support, excluding, truncated
+from ..ops.support import check_values, checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_eager, loss_kernels, several_tokens

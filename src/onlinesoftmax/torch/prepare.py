@@ -124,9 +124,6 @@ def _broadcast_strides(t: torch.Tensor, shape: torch.Size, row_axis: int | None)
     return (*strides[:axis], 0, *strides[axis + 1 :])
 
 
-WIDE = (torch.float32, torch.float64)
-
-
 def aligned(t: torch.Tensor) -> bool:
     """True where the first element of a tensor lies on 16 bytes."""
     return t.data_ptr() % 16 == 0

@@ -33,11 +33,11 @@ def cross_entropy(
 ) -> Tensor:  # fmt: skip
     """Compute `linear_cross_entropy` of arguments that are not checked; `numbers` has those of `checked_loss`."""
     call = run.checked_loss(tensors, numbers, weight, token_weight, dtype, memory, acc_dtype, team.shards.total)
-    head, loss, factor, dtype, *_ = call
+    head, loss, dtype = call.head, call.loss, call.dtype
     weight = weight_of_mean(head.input, head.target, weight, loss, team.token_groups)
     mean = loss.reduction == "mean"
-    count = team.over_tokens(count_of(head.target, weight, loss, factor.dtype)) if mean else None
-    factor, divisor = run.with_divisor(factor, count, head.input.dtype)
+    count = team.over_tokens(count_of(head.target, weight, loss, call.factor.dtype)) if mean else None
+    factor, divisor = run.with_divisor(call.factor, count, head.input.dtype)
     of_chunk, whole_rows = _loss_rows(call, weight, team), run.needs_whole_rows(loss, head.target, weight, False)
     y = run.losses(call._replace(factor=factor), weight, of_chunk, whole_rows, team.sharing)[0]
     if loss.reduction == "none":

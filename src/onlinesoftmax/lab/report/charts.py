@@ -6,11 +6,11 @@ The page fills in its data.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..bench.peers import PEERS
-from .records import COPY, Record, ends, joined, series
+from .records import COPY, Record, ends, series
 
 GREY = "#808890"
 """Colour of the copy and of lines that are no measurement; it is legible on a light page and on a dark one."""
@@ -177,22 +177,6 @@ def headline(record: Record) -> str:
         raise ValueError(f"{record.name} has no case that was measured")
     # Unaligned and strided rows, which no line joins, are for the page.
     return svg([point for point in panels[0]["points"] if point["joined"]])
-
-
-def points_of(records: Iterable[Record], title: str) -> list[dict[str, Any]]:
-    """The points of the panels with this title, of several records of one device.
-
-    Where two records have the same case and library, the first one counts; the copy is that of the first.
-    """
-    found: dict[tuple[str, str], dict[str, Any]] = {}
-    for record in records:
-        for panel in series(record)["panels"]:
-            if panel["title"] == title:
-                for point in panel["points"]:
-                    found.setdefault((point["shape"], point["who"]), point)
-    # The copy lies below all others, and ours above.
-    order = sorted(found.values(), key=lambda point: (point["who"] != COPY, point["who"] == "ours"))
-    return joined(order)
 
 
 def svg(points: Sequence[dict[str, Any]], measure: str = "gbps", height: int = HEIGHT) -> str:

@@ -1,4 +1,4 @@
-"""The formulas of token log-probabilities for any array library, passed as `xp`.
+"""Token log-probabilities: the logarithm of the probability of one column of every row, for any array library `xp`.
 
     logprob = z[target] - lse
 
@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import Array
-from ...core.formulas import STATISTICS, SUMS, Formula, is_column, is_defined, probabilities
-from ...core.state import shift
+from ..core import formulas
+from ..core.arrays import Array
+from ..core.declaration import ALL_OPTIONS, INEXACT_STATISTICS, STATE, SUMS, TARGET, Operand, Operation, Output, X
+from ..core.formulas import STATISTICS, Formula, is_column, is_defined, probabilities
+from ..core.state import shift
 
 
 def log_probability(xp: Any, m: Array, l: Array, z_target: Array, **row: Array) -> Array:
@@ -37,5 +39,19 @@ def gradient(xp: Any, **values: Array) -> Array:
     return minuend - subtrahend
 
 
-FORWARD = Formula(SUMS, {"y": log_probability, **STATISTICS})
-BACKWARD = Formula({}, {"y": gradient}, gradient_terms)
+FORWARD = Operation(
+    "token_logprobs", (X, TARGET), SUMS,
+    (Output("y", "row", "accumulator", exact=False), *INEXACT_STATISTICS),
+    ALL_OPTIONS, Formula(formulas.SUMS, {"y": log_probability, **STATISTICS}),
+    gradient_name="token_logprobs_backward", saved=("x", "target", "m", "l", "entropy"),
+)  # fmt: skip
+
+# dy, dlse and dentropy are the gradients of the logarithm, of lse and of the entropy of every row.
+BACKWARD = Operation(
+    "token_logprobs_backward",
+    (
+        X, TARGET, Operand("dy", "row"), *STATE, Operand("dlse", "row", optional=True),
+        Operand("entropy", "row", optional=True), Operand("dentropy", "row", optional=True),
+    ),
+    (), (Output("y", "element", needs=()),), ALL_OPTIONS, Formula({}, {"y": gradient}, gradient_terms),
+)  # fmt: skip

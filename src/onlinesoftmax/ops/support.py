@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ...core.arguments import Library, check_range
-from ...core.arrays import Array
-from ...core.options import ScoreOptions
+from ..core.arguments import Library, check_range
+from ..core.arrays import Array
+from ..core.options import ScoreOptions
 
 Support = tuple[Array, Array]
 """(token_ids, offsets)."""
