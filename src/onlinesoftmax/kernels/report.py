@@ -7,11 +7,35 @@ import os
 import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..core.device import Device
+
+
+class Listings(Mapping[str, str]):
+    """Texts by name.
+
+    Args:
+        texts: Each text, or a function that makes it when it is first read: a disassembler is as slow as a compiler.
+    """
+
+    def __init__(self, texts: dict[str, str | Callable[[], str]]) -> None:
+        self._texts = texts
+
+    def __getitem__(self, name: str) -> str:
+        text = self._texts[name]
+        if not isinstance(text, str):
+            self._texts[name] = text = text()
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
 
 
 @dataclass(frozen=True)
@@ -35,11 +59,11 @@ class Kernel:
     shared_memory: int
     warps: int
     occupancy: float
-    listings: dict[str, str] = field(repr=False)
+    listings: Listings = field(repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers, without the listings, for JSON."""
-        return {key: value for key, value in asdict(self).items() if key != "listings"}
+        return {key: value for key, value in vars(self).items() if key != "listings"}
 
 
 RESERVED = 1024

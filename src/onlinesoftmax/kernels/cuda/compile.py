@@ -9,13 +9,14 @@ import hashlib
 import importlib.metadata
 import io
 import re
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from ...core.cache import load_entry, store_entry
 from ...core.device import Device
 from ..registry import LOADING
-from ..report import Kernel, cuobjdump, find_cuobjdump, occupancy
+from ..report import Kernel, Listings, cuobjdump, find_cuobjdump, occupancy
 from ..request import Request
 from .source import kernel_name, shared_memory
 from .source import source as source_of
@@ -88,10 +89,10 @@ def compile_kernel(request: Request, device: Device) -> Kernel:
     code, log, program = build(text, device.arch)
     used = usage(log)
     shared = used["shared_memory"] + shared_memory(request)
-    listings = {"cuda": text, "ptx": _ptx(program).decode()}
+    listings: dict[str, str | Callable[[], str]] = {"cuda": text, "ptx": _ptx(program).decode()}
     # The numbers come from NVRTC, so the disassembler may be missing.
     if find_cuobjdump():
-        listings["sass"] = cuobjdump("-sass", code)
+        listings["sass"] = partial(cuobjdump, "-sass", code)
     return Kernel(
         name=kernel_name(request),
         registers=used["registers"],
@@ -99,7 +100,7 @@ def compile_kernel(request: Request, device: Device) -> Kernel:
         shared_memory=shared,
         warps=warps,
         occupancy=occupancy(device, warps, used["registers"], shared),
-        listings=listings,
+        listings=Listings(listings),
     )
 
 

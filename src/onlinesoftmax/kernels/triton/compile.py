@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import triton
@@ -11,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ...core.device import Device
-from ..report import Kernel, cuobjdump, occupancy
+from ..report import Kernel, Listings, cuobjdump, occupancy
 from .launch import Launch, Program
 
 SHORT = {
@@ -69,7 +70,13 @@ def _compile(launch: Launch, types: dict[str, str], device: Device) -> Kernel:
         shared_memory=shared,
         warps=launch.warps,
         occupancy=occupancy(device, launch.warps, registers, shared),
-        listings={"ttir": compiled.asm["ttir"], "ptx": compiled.asm["ptx"], "sass": cuobjdump("-sass", cubin)},
+        listings=Listings(
+            {
+                "ttir": compiled.asm["ttir"],
+                "ptx": compiled.asm["ptx"],
+                "sass": partial(cuobjdump, "-sass", cubin),
+            }
+        ),
     )
 
 
