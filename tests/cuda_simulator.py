@@ -290,7 +290,8 @@ def simulate(
 
     Args:
         request: The request.
-        arrays: Memory of every tensor of the request by name, operands and outputs; bfloat16 as uint16.
+        arrays: Memory of every tensor of the request by name, operands and outputs, and "rest" where it has one;
+            bfloat16 as uint16.
         numbers: Every number of the request, by name.
         folder: Where to put the shared libraries.
         at_once: True to run all blocks of `row` and `looped` at the same time.
@@ -299,7 +300,7 @@ def simulate(
         number: The number of this launch among those that the host makes; 0 as in a CUDA graph.
     """
     task, plan = request.task, request.plan
-    assert arrays.keys() == request.dtypes.keys()
+    assert arrays.keys() == {*request.dtypes, *([params.REST] if request.rest else [])}
     assert numbers.keys() == request.task.numbers
     packed = params.pack(source.sizes_of(request), task.sizes, source.places_of(request))
     fields = np.frombuffer(bytearray(packed), np.uint64)

@@ -275,7 +275,7 @@ def run(
     """The outputs of a kernel, in float64; elements as rows × cols, and the memory between rows must stay."""
     task = request.task
     rows, cols = task.rows, task.cols
-    stride = task.tensors["x"].outer[0] or cols
+    stride = cols if request.rest else task.tensors["x"].outer[0] or cols
     poison, arrays = 1e4 if task.dtypes["x"] == "float64" else 8192.0, {}
     inputs = {*request.operation.element_operands, *{"logits"} & task.dtypes.keys()}
     elements = {*inputs, *(output.name for output in task.written if output.kind == "element")}
@@ -290,6 +290,12 @@ def run(
             arrays[name] = to_bits(np.full(count, poison), dtype)
         else:
             arrays[name] = to_bits(values[name], dtype)
+    if request.rest is not None:
+        # Row by row as far as the task's stride, then a tensor with rows of its own.
+        memory = np.full((rows, request.rest.stride), poison)
+        memory[:, : cols - request.rest.first] = values["x"][:, request.rest.first :]
+        arrays |= {"x": aligned(to_bits(values["x"][:, : request.rest.first], task.dtypes["x"])),
+                   "rest": aligned(to_bits(memory, task.dtypes["x"]))}  # fmt: skip
     if in_place:
         arrays["y"] = arrays["x"]
     numbers = {name: NUMBERS[name] for name in task.numbers}
@@ -299,6 +305,9 @@ def run(
         y = from_bits(arrays[name], task.dtypes[name])
         if y.ndim == 2:
             assert_surroundings_stay(arrays[name])
+            if request.rest is not None:
+                assert_surroundings_stay(arrays["rest"])
+                y = np.concatenate([y, from_bits(arrays["rest"], task.dtypes["x"])], 1)
             assert (y[:, cols:] == poison).all(), "elements past the end of a row are written"
             y = y[:, :cols]
         found[name] = y.reshape(1 if name in request.operation.call_outputs else rows, -1)

@@ -294,8 +294,7 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     assert len(task.sizes) == dims
     fields = (
         *(t.pointer for t in params.TENSORS),
-        params.MAIL,
-        params.LOSS_MAIL,
+        *(params.REST, params.MAIL, params.LOSS_MAIL),
         *(f"shard_mail[{process}]" for process in range(len(params.SHARD_MAIL))),
         *params.NUMBERS,
         *params.SIZES,
@@ -311,8 +310,8 @@ def test_params_are_packed_as_the_struct_lies(ask: Ask, dims: int) -> None:
     strides = {name: (*outer, col) for name, (outer, col) in source.places_of(request).items()}
     assert strides.keys() == {"x", "y", "mask", "query"}
     # 64 columns of bfloat16 are 8 chunks, which one block has.  No block counts targets.
-    # The rows are whole: process 0 of 1 has them, and there are no mailboxes of other processes.
-    whole = (0, 64, 0, 1, 0, 0, 0)
+    # The rows are whole: process 0 of 1 has them in one tensor, and there are no mailboxes of other processes.
+    whole = (0, 64, 0, 1, 0, 0, 0, 0, 0)
     numbers = (task.rows, 64, task.diagonal, 8, request.plan.shared, 0, *whole, *task.sizes)
     places = itertools.chain.from_iterable(strides.get(name, (0,) * (dims + 1)) for name in params.PLACES)
     assert struct.unpack(f"={len(packed) // 8}q", packed) == ((0,) * at["rows"] + numbers + tuple(places))

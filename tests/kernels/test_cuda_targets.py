@@ -35,7 +35,7 @@ from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.cuda import compile, source
-from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.kernels.request import Request, Rest
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import priced
 
@@ -69,6 +69,19 @@ def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, 
     in_place = "y" in ask.outputs and task.writes_elements and terms
     found = run(ask, request, values, folder, in_place)
     check(ask, request, values, found)
+
+
+@pytest.mark.parametrize("ask", [ASKED[2], ASKED[4], ASKED[12], ASKED[15], ASKED[0]], ids=str)
+@pytest.mark.parametrize("strategy", ["row", "cluster", "looped"])
+def test_the_last_columns_may_lie_in_another_tensor(strategy: str, ask: Ask, folder: Path) -> None:
+    """Every column is a target, and the rows part at the ends of slices and inside of them."""
+    for dtype, cols, first in (("bfloat16", 96, 8), ("bfloat16", 96, 48), ("float32", 92, 76)):
+        targets = np.r_[0:cols, -1, cols].astype(np.int64)
+        task = a_task(ask, len(targets), cols, dtype, first)
+        plan = small_plan(strategy, len(targets), cols, dtype, False, first == 48)
+        request = Request(task, plan, rest=Rest(first, cols - first + 8))
+        values = some_values(ask, task, targets)
+        check(ask, request, values, run(ask, request, values, folder, in_place="y" in ask.outputs))
 
 
 OWNED = [

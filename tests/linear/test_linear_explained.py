@@ -63,7 +63,8 @@ def test_a_call_runs_what_explain_says(
     found = osm.explain(x, operation=function, linear_weight=w, memory=BOUNDS[name])
     y = getattr(osm, function)(x, w, torch.arange(SIZES[0]), *more, memory=BOUNDS[name])
     (y.logprob.sum() if isinstance(y, tuple) else y).backward()
-    assert heads == [found.plan]
+    # A plan with rows in two tensors, which only a kernel on a GPU takes, is tried first.
+    assert heads[-1] == found.plan
     assert (found.plan.name, found.plan.products) == (name, products)
     # Each chunk runs the kernels that are listed, with the plans that the forced backend has for their shapes.
     for q in [kernel.problem for kernel in found.kernels]:

@@ -26,6 +26,17 @@ ROWS = {"waits": True, "cuts": ("tokens",)}
         ({}, None, "stored", 8192, 3, 8192 * 128256 * 2),
         ({"tokens": 16384}, None, "tokens", 8192, 3, (8192 * 2 + 4096 * 4) * 128256),
         ({"hidden": 2304, "classes": 256000}, None, "tokens", 4096, 3, (4096 * 2 + 2304 * 4) * 256000),
+        # The last 49472 columns lie in the memory of the weight's gradient; the sum of the input's gradient is float32.
+        (
+            {"hidden": 2304, "classes": 256000, "in_two": True},
+            None,
+            "stored",
+            8192,
+            3,
+            8192 * ((256000 - 49472) * 2 + 2304 * 4),
+        ),
+        # This memory must hold the columns of all tokens.
+        ({"tokens": 16384, "in_two": True}, None, "tokens", 8192, 3, (8192 * 2 + 4096 * 4) * 128256),
         # Float16 and one chunk: the weight's gradient is a float32 sum too.
         ({"dtype": "float16", "tokens": 4096}, None, "stored", 4096, 3, (4096 * 2 + 4096 * 4) * 128256),
         ({}, 1 << 29, "columns", 16064, 4, 16064 * 8192 * 2 + 8192 * 4096 * 4),
@@ -51,6 +62,7 @@ def test_plans(change: dict[str, Any], memory: int | None, name: str, chunk: int
     plan, others = plans.plans_of(problem, memory)
     assert plan == plans.plan_of(problem, memory)
     assert (plan.name, plan.chunk, plan.products, plan.bytes) == (name, chunk, products, needed)
+    assert plan.apart == (49472 if problem.in_two and name == "stored" else 0)
     assert plan.chunks == -(-(problem.classes if name == "columns" else max(problem.tokens, 1)) // chunk)
     assert memory is None or plan.bytes <= memory
     assert {plan.name, *(other.name for other in others)} == {"stored", "tokens", "columns"}
@@ -128,3 +140,26 @@ def test_a_plan_takes_the_memory_that_it_says(function: str, memory: int | None)
     extra = extra_bytes(call, torch.device(DEVICE))
     assert extra is not None
     assert plan.bytes / 2 < extra <= plan.bytes + 64 * 8 * tokens + (8 << 20)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("classes", [8192, 50264])
+def test_rows_in_two_tensors_on_a_gpu(classes: int) -> None:
+    """Beside rows in one tensor, whose kernel adds in another order."""
+    tokens, hidden = 100, 256
+    x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
+    w = (torch.randn(classes, hidden, device=DEVICE) / 8).bfloat16().requires_grad_()
+    target = torch.arange(tokens, device=DEVICE) * (classes // tokens)
+    target[3], target[4] = -100, classes - 1
+    found = []
+    for memory in (None, tokens * (classes * 7 // 8 * 2 + hidden * 4)):
+        plan = osm.explain(x, operation="linear_cross_entropy", linear_weight=w, memory=memory).plan
+        assert bool(plan.apart) == (memory is not None)
+        y, stats = osm.linear_cross_entropy(x, w, target, return_stats=True, memory=memory)
+        found.append((torch.autograd.grad(y, [x, w]), (y, *stats)))
+    (gradients, outputs), (gradients_in_two, outputs_in_two) = found
+    for one, two in zip(gradients, gradients_in_two, strict=True):
+        assert (one.double() - two.double()).norm() < 2**-9 * one.double().norm()
+    for one, two in zip(outputs, outputs_in_two, strict=True):
+        torch.testing.assert_close(one, two, rtol=2**-20, atol=2**-20)

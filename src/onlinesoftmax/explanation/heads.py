@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from ..core.arrays import array_kind, dtype_name
 from ..core.device import Device
 from ..core.options import ScoreOptions
-from ..core.task import ANY
+from ..core.task import ANY, Choice
 from ..core.units import duration, size
 from ..core.view import contiguous_view
 from ..linear.forecast import Forecast, forecast, sources
 from ..linear.plans import FUNCTIONS, STATISTICS, LinearPlan, LinearProblem, plans_of, problem_of
 from ..ops import OPERATIONS
+from ..planner.plan import PlanError
 from ..torch import device as torch_device
 from .rows import Explanation, described, explain_task, sizes_of, torch_task
 
@@ -140,9 +141,10 @@ def explain_head(
         ValueError: no plan fits `memory`.
     """
     function, sizes, dtype = head
-    problem = problem_of(function, sizes, dtype, **asked)
-    plan, others = plans_of(problem, memory)
     planner = torch_device.planner_for(device, ANY, named)
+    problem = problem_of(function, sizes, dtype, **asked)
+    problem = problem._replace(in_two=_in_two(problem, FUNCTIONS[function].loss, options, device, named))
+    plan, others = plans_of(problem, memory)
 
     def kernels_of(each: LinearPlan) -> tuple[Explanation, ...]:
         shape = (problem.tokens, each.chunk) if each.name == "columns" else (each.chunk, problem.classes)
@@ -164,6 +166,20 @@ def explain_head(
         for name, other, reason in others
     ]
     return HeadExplanation(function, problem, device, plan, kernels, forecast_of(plan, kernels), tuple(rejected))
+
+
+def _in_two(problem: LinearProblem, loss: str | None, options: ScoreOptions, device: Device, named: bool) -> bool:
+    """True where a kernel of a loss takes rows whose last columns lie in another tensor."""
+    if loss is None or problem.travels or problem.classes * problem.itemsize % 16:
+        return False
+    shape, choice, declaration = (problem.tokens, problem.classes), Choice("cuda", "cluster"), OPERATIONS[loss]
+    view = contiguous_view(shape, problem.dtype)
+    task = torch_task(declaration, shape, 1, view, options.of(declaration.options), False, ("loss", "y"))
+    try:
+        torch_device.planner_for(device, choice, named).plan(task, choice)
+    except PlanError:
+        return False
+    return True
 
 
 def passes_of(function: str, problem: LinearProblem, plan: LinearPlan) -> list[tuple[str, tuple[str, ...]]]:

@@ -1,6 +1,7 @@
 """The plan of a head without logits: how many tokens or columns of the logits exist at a time.
 
-    stored    all logits exist once, and their gradient replaces them
+    stored    all logits exist once, and their gradient replaces them; the last columns may lie in the memory of the
+              gradient of the weight
     tokens    the logits of a chunk of tokens; the gradient of the weight is added up in float32
     columns   a chunk of columns for all tokens; each slice of the gradient of the weight is complete, and rounded once
 
@@ -59,6 +60,8 @@ class LinearPlan(NamedTuple):
         bytes: Bytes of all buffers beside the results and the gradients.
         keeps: True where the logits stay from the forward to the backward pass.
         reason: One sentence: why this plan.
+        apart: With "stored", number of last columns that lie in the memory of the gradient of the weight.  The products
+            of these classes come first: the gradient of the input, and their part of the gradient of the weight.
     """
 
     name: Name
@@ -68,6 +71,7 @@ class LinearPlan(NamedTuple):
     bytes: int
     keeps: bool
     reason: str
+    apart: int = 0
 
 
 class Candidate(NamedTuple):
@@ -97,6 +101,7 @@ class LinearProblem(NamedTuple):
             needs statistics that merge.
         in_place: True where chunks of tokens add up the gradient of the weight in its own memory and dtype.
         travels: True where the gradient of the input is added up over processes, in a float32 buffer.
+        in_two: True where a kernel takes rows whose last columns lie in another tensor.
     """
 
     tokens: int
@@ -110,6 +115,7 @@ class LinearProblem(NamedTuple):
     cuts: tuple[str, ...]
     in_place: bool = False
     travels: bool = False
+    in_two: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -284,8 +290,31 @@ def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
     products = problem.products + (problem.waits and not problem.keeps)
     needed = taken + travels + problem.weight_sum_bytes * summed
     reason = f"the logits of all tokens take {size(problem.logits_bytes)}"
+    if taken > room and (apart := _apart(problem, room)):
+        own = (problem.classes - apart) * problem.itemsize + _beside_two(problem)
+        why = f"{reason}, of which {apart} columns lie where the gradient of the weight will be"
+        plan = LinearPlan("stored", problem.tokens, 1, products, problem.tokens * own, False, why, apart)
+        return Candidate("stored", plan, "")
     plan = LinearPlan("stored", max(problem.tokens, 1), 1, products, needed, problem.keeps, f"{reason}, which fit")
     return Candidate("stored", plan, "" if taken <= room else f"{reason}, and the limit is {size(max(room, 0))}")
+
+
+def _beside_two(problem: LinearProblem) -> int:
+    """Bytes for each token beside logits in two tensors: the sum of the input's gradient, and a copy of the input."""
+    return problem.hidden * max(problem.itemsize, 4) * problem.of_input + problem.copied_bytes
+
+
+def _apart(problem: LinearProblem, room: int) -> int:
+    """Fewest last columns of the logits that must lie where the gradient of the weight will be; 0 where none may.
+
+    They take the place of the other classes, whose products come last.
+    """
+    if not problem.in_two or problem.waits or not problem.of_weight or problem.sums_one_product:
+        return 0
+    own = room // problem.tokens - _beside_two(problem)
+    first = own // problem.itemsize // COLUMN_TILE * COLUMN_TILE
+    apart = problem.classes - first
+    return apart if first > 0 and problem.tokens * apart <= first * problem.hidden else 0
 
 
 def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:

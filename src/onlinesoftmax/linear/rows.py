@@ -18,6 +18,7 @@ from ..torch.gradients import outputs_of
 from ..torch.loss_arguments import Loss, counted, is_class
 from ..torch.loss_kernels import loss_call
 from ..torch.loss_run import run_loss, why_not_kernels
+from ..torch.prepare import run_in_two, runs_in_two, whole_of
 
 Tensor = torch.Tensor
 
@@ -44,6 +45,35 @@ def of_part(options: ScoreOptions | None, part: slice) -> ScoreOptions | None:
     return options._replace(scale=options.scale[part])
 
 
+def _statistics_of(asked: bool) -> tuple[str, ...]:
+    return ("lse", "entropy", "largest") if asked else ()
+
+
+def losses_in_two(
+    z: Tensor, rest: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, factor: Tensor, stats: bool
+) -> tuple[Tensor, ...]:
+    """The outputs of `losses` for logits whose last columns are `rest`; the gradient overwrites both tensors."""
+    call, outputs = _call_in_two(z, z.shape[1] + rest.shape[1], target, weight, loss, factor, stats)
+    found = run_in_two(call, outputs, z, rest)
+    return found[0], *found[2:]
+
+
+def are_in_two(x: Tensor, head: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
+    """True where `losses_in_two` has a kernel for the logits x · headᵀ."""
+    if not _kernels_run(x, target, weight, loss.ignore_index):
+        return False
+    factor = torch.empty(len(target), dtype=loss.settings.dtype, device=x.device)
+    call, outputs = _call_in_two(x, len(head), target, weight, loss, factor, False)
+    return runs_in_two(call, outputs, x.device)
+
+
+def _call_in_two(
+    z: Tensor, classes: int, target: Tensor, weight: Tensor | None, loss: Loss, factor: Tensor, stats: bool
+) -> tuple[Call, tuple[str, ...]]:
+    loss = loss._replace(settings=loss.settings._replace(choice=CHOICE))
+    return loss_call(whole_of(z, classes), target, weight, loss, factor), ("loss", "y", *_statistics_of(stats))
+
+
 def losses(
     z: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, factor: Tensor | None, stats: bool
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
@@ -52,7 +82,7 @@ def losses(
     The outputs are the loss of each row, and with `stats` its lse, entropy and largest class.  Where kernels run, the
     gradient is in the memory of the logits.
     """
-    more = ("lse", "entropy", "largest") if stats else ()
+    more = _statistics_of(stats)
     if _kernels_run(z, target, weight, loss.ignore_index):
         loss = loss._replace(settings=loss.settings._replace(choice=CHOICE))
         call = loss_call(z, target, weight, loss, factor)

@@ -146,7 +146,10 @@ def losses(
     head, loss, factor, each = call.head, call.loss, call.factor, call.loss.reduction == "none"
     inputs, target = (head.input, head.weight, head.bias), head.target
     in_place = call.sum_dtype.itemsize < factor.itemsize
-    plan = plan_for("linear_cross_entropy", head, call.memory, each, whole_rows, sharing, in_place)
+    how = "linear_cross_entropy", head, call.memory, each, whole_rows, sharing, in_place
+    plan = plan_for(*how, in_two=sharing is None)
+    if plan.apart and not rows.are_in_two(*inputs[:2], target, weight, loss):
+        plan = plan_for(*how)
     if plan.name == "columns" or plan.keeps:
         found = LogProbabilities.apply(*inputs, target, plan, loss.options, sharing)
         y = loss_of(found, target, loss) * factor
@@ -331,14 +334,14 @@ def records(head: Head) -> bool:
 
 def plan_for(
     name: str, head: Head, memory: int | None, each: bool = False, whole_rows: bool = False,
-    sharing: Sharing | None = None, in_place: bool = False,
+    sharing: Sharing | None = None, in_place: bool = False, in_two: bool = False,
 ) -> LinearPlan:  # fmt: skip
-    """The plan of a call; arguments as for `problem_of`."""
+    """The plan of a call; arguments as for `problem_of`, and `in_two` as in LinearProblem."""
     x, weight = head.input, head.weight
     classes = len(weight) if sharing is None else sharing.largest
     sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
     problem = problem_of(name, sizes, dtype, wanted_of(head), each, whole_rows, in_place, sharing is not None)
-    return plan_of(problem, memory)
+    return plan_of(problem._replace(in_two=in_two), memory)
 
 
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
@@ -372,8 +375,12 @@ def needs_whole_rows(loss: Loss, target: Tensor, weight: Tensor | None, stats: b
 def loss_rows(target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Rows:
     """The function of a chunk for cross-entropy: its outputs are the losses, and lse, entropy and the largest class."""
 
-    def of_chunk(z: Tensor, part: slice, factor: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:
+    def of_chunk(
+        z: Tensor, part: slice, factor: Tensor | None, rest: Tensor | None = None
+    ) -> tuple[tuple[Tensor, ...], Any]:
         of_tokens = loss._replace(options=rows.of_part(loss.options, part))
+        if rest is not None and factor is not None:
+            return rows.losses_in_two(z, rest, target[part], weight, of_tokens, factor, stats), None
         return rows.losses(z, target[part], weight, of_tokens, factor, stats)
 
     return of_chunk

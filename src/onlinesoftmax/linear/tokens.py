@@ -24,7 +24,8 @@ Tensor = torch.Tensor
 Rows = Callable[..., tuple[tuple[Tensor, ...], Any]]
 """Function (logits, slice of tokens, factor) of a chunk: its outputs for each token, and the gradient in the logits.
 
-The factor has the gradient of each token's first output; None where no gradient is wanted.
+The factor has the gradient of each token's first output; None where no gradient is wanted.  With a plan whose last
+columns lie apart, the function takes them as a fourth argument, and overwrites both tensors with the gradient.
 """
 
 
@@ -70,6 +71,9 @@ def run(
         wanted: Whether the gradients of input, weight and bias are wanted.
     """
     plan, rows, skipped, _, sharing, sum_dtype, _ = work
+    if plan.apart:
+        assert factor is not None
+        return _run_in_two(work, x, weight, bias, factor, wanted)
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
     wide = accumulator_of(x.dtype, x.dtype)
@@ -105,6 +109,32 @@ def run(
     if not found:
         return rows(memory, slice(0, 0), factor)[0], Gradients(dx, None if dw is None else dw.zero_(), db)
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True)), Gradients(dx, dw, db)
+
+
+def _run_in_two(
+    work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, wanted: tuple[bool, bool, bool]
+) -> tuple[tuple[Tensor, ...], Gradients]:
+    """As `run`, with the last columns of the logits in the memory of the gradient of the weight."""
+    (tokens, hidden), classes, (of_input, _, of_bias) = x.shape, len(weight), wanted
+    wide, apart = accumulator_of(x.dtype, x.dtype), work.plan.apart
+    dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    # The place of the first classes, whose products come last.
+    last = dw.view(-1)[: tokens * apart].view(tokens, apart)
+    first = logits_memory(tokens, classes - apart, x)
+    logits = [(slice(0, classes - apart), first), (slice(classes - apart, classes), last)]
+    for part, z in logits:
+        logits_of(x, weight[part], None if bias is None else bias[part], z)
+    outputs, _ = work.rows(first, slice(0, tokens), factor, last)
+    total = torch.empty(tokens, hidden, dtype=wide, device=x.device) if of_input else None
+    if total is not None:
+        for part, dz in logits:
+            add_input_gradient(total, dz, weight[part], part.start == 0)
+    db = torch.cat([dz.sum(0, dtype=wide) for _, dz in logits]) if of_bias else None
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
+    valid = zeroed(x, work.skipped, dx)
+    for part, dz in reversed(logits):
+        add_weight_gradient(dw[part], dz, valid, True)
+    return outputs, Gradients(None if dx is None or total is None else dx.copy_(total), dw, db)
 
 
 def _nothing() -> None:

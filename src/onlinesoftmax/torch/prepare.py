@@ -18,8 +18,8 @@ from ..core.options import SCORE_OPTIONS, bits
 from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, one_row_as_many, output_shape, task_of
 from ..core.view import View, contiguous_strides, strides_of_rows
 from ..kernels import registry
-from ..kernels.request import Request
-from ..planner.plan import Plan
+from ..kernels.request import Request, Rest
+from ..planner.plan import Plan, PlanError
 from . import eager, formulas
 from .arguments import checked_out
 from .device import from_torch, planner_for
@@ -156,6 +156,40 @@ def prepare(
         return lambda x, out=None, _=NOTHING: eager.call(operation, x, of_axis, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
     return _with_outputs(launch, call, task, shape, axis)
+
+
+def run_in_two(call: Call, outputs: tuple[str, ...], x: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The outputs of a call on rows whose last columns are the tensor `rest`; the output "y" overwrites both tensors.
+
+    The input of the call has the whole shape, the strides of `x`, and no memory (`whole_of`).
+    """
+    operands, task, plan = _in_two(call, outputs, x.device)
+    launch = registry.load(plan.backend).prepare(Request(task, plan, rest=Rest(x.shape[1], rest.stride(0))))
+    found = {name: x.new_empty(len(x), dtype=getattr(torch, task.dtypes[name])) for name in task.row_outputs}
+    found |= {"y": x} if "y" in outputs else {}
+    launch(x, found[task.outputs[0]], {**operands, **found, "rest": rest})
+    return tuple(found[name] for name in outputs)
+
+
+def runs_in_two(call: Call, outputs: tuple[str, ...], device: torch.device) -> bool:
+    """True where `run_in_two` has a kernel: one that holds whole rows on chip, and rows of whole chunks."""
+    try:
+        task = _in_two(call, outputs, device)[1]
+    except PlanError:
+        return False
+    return task.cols * call.x.itemsize % 16 == 0
+
+
+def whole_of(x: torch.Tensor, cols: int) -> torch.Tensor:
+    """A tensor without memory for rows of `cols` columns, which begin where those of x do."""
+    return torch.empty_strided((len(x), cols), x.stride(), dtype=x.dtype, device="meta")
+
+
+def _in_two(call: Call, outputs: tuple[str, ...], device: torch.device) -> tuple[Mapping[str, Any], Task, Plan]:
+    """Operands, task and plan of a call on rows in two tensors."""
+    operands = {**operands_of(call), **({"y": call.x} if "y" in outputs else {})}
+    task = _task(call, operands, outputs, 1, None)
+    return operands, task, plan_of(task, device, Choice("cuda", "cluster"))
 
 
 def _with_outputs(

@@ -14,7 +14,7 @@ import torch
 from ..request import Request
 from . import compile, driver, process_mailboxes
 from .messages import shard_message_words, team_mail_words
-from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, POINTERS, SHARD_MAIL, pack
+from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, POINTERS, REST, SHARD_MAIL, pack
 from .source import blocks, kernel_name, loss_mail_words, places_of, shared_memory, sizes_of, source
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
@@ -110,7 +110,8 @@ def may_begin_early(index: int) -> bool:
 def _filled_in(request: Request) -> list[str]:
     """Names of the tensors that a call passes besides x and the first output."""
     given = {"x", request.task.outputs[0]}
-    return [name for name in POINTERS if name in request.dtypes and name not in given]
+    names = {*request.dtypes, *([REST] if request.rest else [])} - given
+    return [name for name in POINTERS if name in names]
 
 
 def _values(request: Request) -> bytes:

@@ -91,13 +91,16 @@ CALL_OUTPUTS = tuple(tensor.name for tensor in _PER_CALL if tensor.written)
 ROW_OPERANDS = tuple(tensor for tensor in TENSORS if tensor.read and not tensor.integer)
 """The floating operands and options that may have one value per row."""
 
+REST = "rest"
+"""Field of the last columns of the rows, where they do not lie behind the others."""
+
 MAIL, LOSS_MAIL = "mail", "loss_mail"
 """Fields of the mailboxes of teams, and of those of a loss that is reduced to a scalar."""
 
 SHARD_MAIL = tuple(f"shard_mail_{process}" for process in range(MOST_PROCESSES))
 """Fields of the mailboxes in the memory of each process that has a part of the rows."""
 
-POINTERS = (*(tensor.name for tensor in TENSORS), MAIL, LOSS_MAIL, *SHARD_MAIL)
+POINTERS = (*(tensor.name for tensor in TENSORS), REST, MAIL, LOSS_MAIL, *SHARD_MAIL)
 """Pointers, by the names of the tensors that a call fills in."""
 
 OPERAND_NUMBERS = tuple(
@@ -119,6 +122,8 @@ SIZES = {
     "total": "columns of the whole row",
     "process": "number of this process among those that have a part of the row",
     "processes": "",
+    "rest_first": "columns of a row before those in `rest`",
+    "rest_row": "elements from one row of `rest` to the next",
     "set_words": "64-bit words of the mailboxes of a process, in each set",
     "number": "of this launch among those that the host has made for these mailboxes; 0 in a CUDA graph",
     "timeout": "nanoseconds for which a message of another process is waited for",
@@ -148,6 +153,7 @@ def struct_text() -> str:
             "struct Place { int64 strides[DIMS]; int64 col; };",
             "struct Params {",
             *pointers,
+            "    const X* rest;   // column `rest_first` of each row, and those behind it",
             "    uint64* mail;   // mailboxes of teams",
             "    uint64* loss_mail;   // mailboxes of a loss that is reduced to a scalar",
             f"    uint64* shard_mail[{MOST_PROCESSES}];   // mailboxes in the memory of each process",

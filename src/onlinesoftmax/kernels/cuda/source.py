@@ -180,6 +180,8 @@ def sizes_of(request: Request) -> dict[str, int]:
         "total": part.total if part else task.cols,
         "process": part.process if part else 0,
         "processes": part.processes if part else 1,
+        "rest_first": request.rest.first if request.rest else 0,
+        "rest_row": request.rest.stride if request.rest else 0,
         "set_words": 0,
         "number": 0,
         "timeout": 0,
@@ -332,6 +334,8 @@ def _flags(request: Request) -> dict[str, bool]:
         "SCALAR_LOSS": bool(task.call_outputs),
         "FOLLOWS_DIVISOR": request.follows_divisor,
         "SHARDED": task.part is not None,
+        # True where the last columns of the rows lie in another tensor.
+        "HAS_REST": request.rest is not None,
         "REDUCES": operation.reduces,
         # True where x is the saved output of the forward pass and dy has a value for each element; no scores are made.
         "READS_SAVED_OUTPUT": not operation.scores,

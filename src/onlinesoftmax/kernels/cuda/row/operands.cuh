@@ -62,12 +62,21 @@ __device__ inline CallConstants call_constants(const Params& p) {
 // A position in a row: a pointer into each tensor, the column of the whole row (KEEPS_ARGMAX), and the numbers of columns
 // from there on that causality allows, and to the target column.  Hazard: with SHARDED, `target_left` counts from the whole
 // row's first column; if it were subtracted here, the loads of the row would wait for the target.
+//
+// With HAS_REST, columns `rest_left` after the position and behind lie in another tensor, `jump` elements further on in
+// memory; y is x, because such a kernel writes in place.
 struct Cursor {
 #define FIELD(TYPE, name) decltype(Params::name) name;
     ELEMENT_TENSORS(FIELD)
 #undef FIELD
-    int64 column, causal_left, target_left;
+    int64 column, causal_left, target_left, rest_left, jump;
 };
+
+// The pointer of x or y of a position from which the column `offset` after it lies `offset` columns further on.
+template <class T> __device__ inline T* from_which(const Cursor& at, T* pointer, int64 offset) {
+    if constexpr (HAS_REST) return offset >= at.rest_left ? pointer + at.jump : pointer;
+    else return pointer;
+}
 
 // The position `columns` further on.
 __device__ inline Cursor skip(const Params& p, Cursor at, int64 columns) {
@@ -77,6 +86,7 @@ __device__ inline Cursor skip(const Params& p, Cursor at, int64 columns) {
     if constexpr (KEEPS_ARGMAX) at.column += columns;
     if constexpr (CAUSAL) at.causal_left -= columns;
     if constexpr (HAS_TARGET) at.target_left -= columns;
+    if constexpr (HAS_REST) at.rest_left -= columns;
     return at;
 }
 
@@ -136,6 +146,10 @@ __device__ inline Row row_at(const Params& p, int64 row) {
 #undef BEGIN
     if constexpr (KEEPS_ARGMAX) r.begin.column = SHARDED ? p.first : 0;
     if constexpr (CAUSAL) r.begin.causal_left = row_offset(p, p.query_place, row) + p.diagonal;
+    if constexpr (HAS_REST) {
+        r.begin.rest_left = p.rest_first;
+        r.begin.jump = p.rest + row * p.rest_row - r.begin.x - p.rest_first;
+    }
     // A row past the last has no columns, so nothing is read of it.
     r.cols = row < p.rows ? p.cols : 0;
     if constexpr (HAS_TARGET) {
@@ -188,7 +202,7 @@ template <int N> struct RegisterChunk {
         // Columns that causality forbids need not be read.
         if constexpr (SCORES && CAUSAL) present = present && offset < at.causal_left;
         if (present) {
-            load_columns<X_WIDTH, POLICY>(x, at.x, offset, p.x_place);
+            load_columns<X_WIDTH, POLICY>(x, from_which(at, at.x, offset), offset, p.x_place);
             if constexpr (HAS_DY) load_columns<DY_WIDTH, POLICY>(dy, at.dy, offset, p.dy_place);
         } else {
             clear();

@@ -230,13 +230,13 @@ struct Slice {
     }
     template <int N> static __device__ inline void write_zeros(const Params& p, const Cursor& at, int64 offset) {
         const ACC y[N] = {};
-        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
+        store_columns<Y_WIDTH, WRITE>(from_which(at, at.y, offset), narrow<Y>(y), offset, p.y_place);
     }
 
     // Writes the target column after the chunk that has it: a thread's stores to one address keep their order.
     static __device__ inline void write_target(const Params& p, const Cursor& at, ops::RowConstants r, int64 offset) {
         const ACC y[1] = {r.target_gradient};
-        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
+        store_columns<Y_WIDTH, WRITE>(from_which(at, at.y, offset), narrow<Y>(y), offset, p.y_place);
     }
 
     template <int N> static __device__ inline void write(
@@ -255,7 +255,7 @@ struct Slice {
             for (int i = 0; i < N; ++i) y[i] = chunk.is_included(at, offset, i) ? y[i] : 0;
         }
         if constexpr (WRITES_GRADIENT && (SCALE != Scale::NONE || SOFTCAP)) slope(p, at, call, y, chunk, offset);
-        store_columns<Y_WIDTH, WRITE>(at.y, narrow<Y>(y), offset, p.y_place);
+        store_columns<Y_WIDTH, WRITE>(from_which(at, at.y, offset), narrow<Y>(y), offset, p.y_place);
     }
 
     // Multiplies gradients by the derivatives of the scores with respect to the logits.
