@@ -1,9 +1,8 @@
 """CUDA kernels on the host with their arithmetic: every file of a kernel, compiled by g++, on simulated threads.
 
 tests/cuda_machine.py has the threads, which wait for others at __syncthreads, at a shuffle, or for a message of another
-block.  The blocks of a cluster, and
-all blocks of strategy `grid`, run at the same time; other blocks run one after another, in the order of their numbers.
-Functions with inline assembly are replaced; everything else is compiled as it is.
+block.  The blocks of a cluster, and all blocks of strategy `grid`, run at the same time; other blocks run one after
+another.  Functions with inline assembly are replaced; everything else is compiled as it is.
 """
 
 from __future__ import annotations
@@ -375,23 +374,27 @@ def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)
 
 
+SIZES = re.compile(r"\b(THREADS|FEW|CAPACITY|SPREAD|MOST_(?:ABOVE|BETWEEN|CANDIDATES|RIVALS)) = (\d+)\b")
+"""Threads of a block that samples, and lengths of its lists."""
+
+
 def simulate_sample(
-    shape: Any, fields: NDArray[Any], rows: int, folder: Path, kernel: ModuleType = sampling
-) -> None:  # fmt: skip
+    shape: Any, fields: NDArray[Any], rows: int, folder: Path, kernel: ModuleType = sampling, divisor: int = 1
+) -> None:
     """Run a kernel that samples on the host.
 
     Args:
-        shape: What it is compiled for.
+        shape, kernel: What it is compiled for, and the module that has its source.
         fields: Its parameter, whose tensors are memory of the host.
         rows: Rows of the logits.
         folder: Where to put the shared libraries.
-        kernel: The module that has its source.
+        divisor: What all SIZES are divided by.
     """
     parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.FILES)]
-    dynamic = "extern __shared__ Chunk<X, VECTOR> memory[];"
-    parts[-1] = parts[-1].replace(dynamic, "__shared__ Chunk<X, VECTOR> memory[1 << 14];")
+    parts[-1] = parts[-1].replace("extern __shared__", "__shared__").replace("memory[];", "memory[1 << 14];")
     between = BETWEEN["cluster"] if "beginnings" in "".join(parts) else ""
     parameter = parts[-1].rpartition("__grid_constant__ ")[2].split()[0]
-    library = load_kernel(_program(parts, parameter, kernel.NAME, between), folder)
+    text = _program(parts, parameter, kernel.NAME, between)
+    library = load_kernel(SIZES.sub(lambda size: f"{size[1]} = {int(size[2]) // divisor}", text), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), rows * shape.cluster, 1, shape.cluster)
     assert not ctypes.c_long.in_dll(library, "misaligned").value, "accesses at addresses that are not aligned"
