@@ -81,11 +81,11 @@ def test_nothing_of_the_size_of_the_logits_is_copied(name: str, cut: bool) -> No
 
 @pytest.mark.parametrize("name", OURS)
 def test_other_layouts(name: str) -> None:
-    base = torch.randn(3, 8, 20, 2, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    base = torch.randn(3, 8, 6, 2, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     views = {
         "channels last": base.contiguous(memory_format=torch.channels_last),
         "slices": base[:, ::2, 1:-3],
-        "expanded": base[:, :, :, :1].expand(3, 8, 20, 2),
+        "expanded": base[:, :, :, :1].expand(3, 8, 6, 2),
         "permuted": base.permute(3, 2, 1, 0),
     }
     for layout, view in views.items():
