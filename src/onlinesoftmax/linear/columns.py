@@ -6,7 +6,7 @@ the weight is one product, rounded once.  Where all logits fit, they are one chu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -40,8 +40,8 @@ class Way(NamedTuple):
     sharing: Sharing | None = None
 
 
-MERGED_AT_ONCE = 16
-"""Chunks whose statistics are merged by the same operations: few launches, and little memory for many tokens."""
+AT_ONCE = 16
+"""Chunks whose statistics, and whose targets, the same operations compute: few launches, and little memory."""
 
 
 def _merged(found: list[Read], inside: list[Tensor]) -> Statistics:
@@ -75,6 +75,20 @@ def _nothing_read(like: Tensor, dtype: torch.dtype) -> Read:
     return Read(zeros + torch.nan, zeros, zeros.double() - torch.inf, zeros + 1)
 
 
+class Part(NamedTuple):
+    """A chunk of columns.
+
+    Attributes:
+        columns: The columns.
+        inside: True where a target is one of them.
+        target: The target counted from the first of them; -1 elsewhere.
+    """
+
+    columns: slice
+    inside: Tensor
+    target: Tensor
+
+
 class Chunks(NamedTuple):
     """The chunks of columns of a call, and where the targets lie.
 
@@ -89,10 +103,13 @@ class Chunks(NamedTuple):
     chunk: Tensor
     column: Tensor
 
-    def targets(self, i: int) -> tuple[Tensor, Tensor]:
-        """(True where a target is in chunk i, its column there or -1)."""
-        inside = self.chunk == i
-        return inside, self.column.where(inside, -1)
+    def each(self) -> Iterator[Part]:
+        """The chunks, whose targets are found for AT_ONCE at a time: a launch takes longer than its work."""
+        for begin in range(0, len(self.parts), AT_ONCE):
+            parts = self.parts[begin : begin + AT_ONCE]
+            numbers = torch.arange(begin, begin + len(parts), device=self.chunk.device)
+            inside = self.chunk == numbers.view(-1, *[1] * self.chunk.dim())
+            yield from map(Part, parts, inside, self.column.where(inside, -1))
 
 
 def chunks_of(plan: LinearPlan, classes: int, target: Tensor) -> Chunks:
@@ -111,13 +128,12 @@ def statistics_of(way: Way, inputs: Inputs, target: Tensor) -> tuple[Statistics,
     chunks = chunks_of(plan, len(weight), target if sharing is None else sharing.local(target))
     z, slices, inside = logits_memory(len(x), chunks.size, x), [], []
     memory = z
-    for i, part in enumerate(chunks.parts):
-        has_target, local = chunks.targets(i)
+    for part, has_target, local in chunks.each():
         z = memory[:, : part.stop - part.start]
         logits_of(x, weight[part], None if bias is None else bias[part], z)
         slices.append(read(z, local, options) if len(weight) else _nothing_read(local, wide))
         inside.append(has_target)
-        if len(slices) == MERGED_AT_ONCE and part.stop < len(weight):
+        if len(slices) == AT_ONCE and part.stop < len(weight):
             slices, inside = [_as_read(_merged(slices, inside))], [torch.stack(inside).any(0)]
     found = finished(slices[0]) if len(slices) == 1 and sharing is None else _merged(slices, inside)
     if sharing is not None:
@@ -156,19 +172,19 @@ def gradients_of(
     chunks, in_place = chunks_of(plan, len(weight), target), logits is not None and plan.name == "stored"
     of_others, beside = dlse - dlogprob, incoming(known, dlogprob, dentropy)
 
-    def of_chunk(i: int, part: slice, z: Tensor) -> Tensor:
+    def of_chunk(part: Part, z: Tensor) -> Tensor:
+        columns, inside, local = part
         if logits is None:
-            logits_of(x, weight[part], None if bias is None else bias[part], z)
+            logits_of(x, weight[columns], None if bias is None else bias[columns], z)
         elif not in_place:
-            z.copy_(logits[:, part])
-        inside, local = chunks.targets(i)
+            z.copy_(logits[:, columns])
         return gradient(z, local, torch.where(inside, dlse, of_others), beside, options)
 
     return products_of(way, inputs, wanted, chunks, skipped, of_chunk, logits if in_place else None)
 
 
-OfChunk = Callable[[int, slice, Tensor], Tensor]
-"""Function (number of a chunk, its columns, memory of its logits) that returns their gradient, in this memory."""
+OfChunk = Callable[[Part, Tensor], Tensor]
+"""Function (chunk, memory of its logits) that returns their gradient, in this memory."""
 
 
 def products_of(
@@ -197,8 +213,9 @@ def products_of(
     db = torch.empty(classes, dtype=wide, device=x.device) if of_bias else None
     memory = logits_memory(len(x), chunks.size, x) if memory is None else memory
     finish = None if dx is None or classes else _in_dtype(dx.zero_(), x, sharing, result)
-    for i, part in enumerate(chunks.parts if classes else ()):
-        dz = of_chunk(i, part, memory[:, : part.stop - part.start])
+    for chunk in chunks.each() if classes else ():
+        part = chunk.columns
+        dz = of_chunk(chunk, memory[:, : part.stop - part.start])
         if dx is not None and not one_product:
             add_input_gradient(dx, dz, weight[part], part.start == 0)
         if dx is not None and part.stop == classes:

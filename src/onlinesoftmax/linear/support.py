@@ -17,7 +17,7 @@ from ..ops.support import checked_support, excluding, truncated
 from ..torch.arguments import TORCH
 from ..torch.loss_run import run_tokens
 from .arguments import Head, check_gradients
-from .columns import Way, chunks_of, products_of
+from .columns import Part, Way, chunks_of, products_of
 from .plans import LinearPlan
 from .products import logits_memory, logits_of
 
@@ -61,12 +61,11 @@ class KeptLogits(torch.autograd.Function):
         ctx.save_for_backward(x, weight, bias, ids)
         chunks = chunks_of(plan, len(weight), ids)
         memory, found = logits_memory(len(x), chunks.size, x), x.new_zeros(ids.shape)
-        for i, part in enumerate(chunks.parts):
+        for part, inside, column in chunks.each():
             z = memory[:, : part.stop - part.start]
             logits_of(x, weight[part], None if bias is None else bias[part], z)
-            inside, _ = chunks.targets(i)
-            # The places of other chunks read any column.
-            found = torch.where(inside, z.gather(1, chunks.column.clamp(max=z.shape[1] - 1)), found)
+            # The places of other chunks read column 0.
+            found = torch.where(inside, z.gather(1, column.clamp(min=0)), found)
         return found
 
     @staticmethod
@@ -75,10 +74,9 @@ class KeptLogits(torch.autograd.Function):
         x, weight, bias, ids = ctx.saved_tensors
         chunks = chunks_of(ctx.plan, len(weight), ids)
 
-        def of_chunk(i: int, part: slice, z: Tensor) -> Tensor:
-            inside, _ = chunks.targets(i)
+        def of_chunk(part: Part, z: Tensor) -> Tensor:
             # A class occurs once among those of a token; unused places add 0, so the order of additions is no matter.
-            return z.zero_().scatter_add_(1, chunks.column.clamp(max=z.shape[1] - 1), dy.where(inside, 0.0))
+            return z.zero_().scatter_add_(1, part.target.clamp(min=0), dy.where(part.inside, 0.0))
 
         way, wanted = Way(ctx.plan, None), ctx.needs_input_grad[:3]
         gradients = products_of(way, (x, weight, bias), wanted, chunks, (dy == 0).all(1), of_chunk)
