@@ -90,29 +90,75 @@ def _logprob(gathered: _Gathered, m: Tensor, l: Tensor) -> Tensor:
 
 def _gradient(call: Call, saved: Tensors, dys: Tensors, _wanted: Wanted) -> dict[str, Tensor]:
     """The gradient with respect to the logits, from the gradients of logprob, entropy and lse, by name."""
-    m, l = saved["m"], saved["l"]
     dy, dentropy, dlse = dys.get("dy"), dys.get("dentropy"), dys.get("dlse")
     dim, gathered = call.settings.dim, _gathered(call)
     dy = torch.zeros_like(gathered.z) if dy is None else dy.to(gathered.z.dtype).where(gathered.inside, 0.0)
     # Every column has -p * (the sum of dy - dlse), as if it were the gradient of lse.
     to_lse = -dy.sum(dim) if dlse is None else dlse - dy.sum(dim)
+    own, has_gradient = _sum_of_equal(dy, gathered.columns, dim), (dy != 0).any(dim, keepdim=True)
+    return {"x": _with_tokens(call, saved, gathered, own, to_lse, dentropy, has_gradient)}
+
+
+def gradient_of_tokens(call: Call, saved: Tensors, indices: Tensor, target: Tensor | None, dys: Tensors) -> Tensor:
+    """The gradient with respect to the logits of distinct tokens of each row, and of one that may be among them.
+
+    Args:
+        call: The call of log-probabilities, without a target.
+        saved: The logits x, and the state (m, l) of each row.
+        indices: The distinct tokens, along the softmax dimension.
+        target: The other token of each row; None without one.
+        dys: Gradients with respect to their scores "values", their "logprobs", "target_logprob" and "lse".
+    """
+    dim, k = call.settings.dim, indices.shape[call.settings.dim]
+    tokens = indices if target is None else torch.cat([indices, target.long().unsqueeze(dim)], dim)
+    call = call._replace(beside={"target": tokens})
+    gathered = _gathered(call)
+    nothing = torch.zeros_like(gathered.z.narrow(dim, 0, k))
+    dlogprobs = dys.get("logprobs", nothing)
+    own, to_lse = dlogprobs + dys.get("values", nothing), dys.get("lse", 0.0) - dlogprobs.sum(dim)
+    if target is not None:
+        column = gathered.columns.narrow(dim, k, 1)
+        dtarget = dys.get("target_logprob", torch.zeros_like(saved["m"])).unsqueeze(dim)
+        dtarget, same = dtarget.where(gathered.inside.narrow(dim, k, 1), 0.0), indices == column
+        own, to_lse = own + dtarget.where(same, 0.0), to_lse - dtarget.squeeze(dim)
+        # Both places of a token that is there twice get its sum.
+        of_target = own.where(same, 0.0).sum(dim, keepdim=True).where(same.any(dim, keepdim=True), dtarget)
+        own = torch.cat([own, of_target], dim)
+    return _with_tokens(call, saved, gathered, own, to_lse, None, (to_lse != 0).unsqueeze(dim))
+
+
+def _with_tokens(
+    call: Call, saved: Tensors, gathered: _Gathered, own: Tensor, to_lse: Tensor, dentropy: Tensor | None,
+    has_gradient: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient with respect to the logits.
+
+    Args:
+        call, saved: As for `_gradient`.
+        gathered: The tokens.
+        own: Gradient with respect to the score of each token itself, equal where a token is there twice.
+        to_lse: Gradient with respect to lse, (rows).
+        dentropy: Gradient with respect to the entropy, or None.
+        has_gradient: True for rows with gradients of log-probabilities, in a shape that broadcasts to `own`.
+    """
+    dim, m, l = call.settings.dim, saved["m"], saved["l"]
     given = {"dy": torch.zeros_like(m), "dlse": to_lse, **({} if dentropy is None else {"dentropy": dentropy})}
     states = {name: t for name, t in saved.items() if name != "target"}
     (dx,) = launch(gradient_call(_of_no_token(call), states, given, call.x.dtype), ("y",))
     log_p = _logprob(gathered, m.unsqueeze(dim), l.unsqueeze(dim))
     p, factor = log_p.exp(), to_lse.unsqueeze(dim)
-    has_gradient = (dy != 0).any(dim, keepdim=True) | (factor != 0)
+    has_gradient = has_gradient | (factor != 0)
     if dentropy is not None:
         # The product 0 * -inf would be NaN.
         finite = log_p.where(p != 0, 0.0) + saved["entropy"].unsqueeze(dim)
         factor = factor - dentropy.unsqueeze(dim) * finite
         has_gradient = has_gradient | (dentropy != 0).unsqueeze(dim)
     # A row whose incoming gradients are all 0 has the gradient 0, even if it holds NaN.
-    dz = (p * factor).where(has_gradient, 0.0) + _sum_of_equal(dy, gathered.columns, dim)
+    dz = (p * factor).where(has_gradient, 0.0) + own
     d = dz * softcap_slope(eager.FUNCTIONS, gathered.x, gathered.options) * gathered.options.scale
     if gathered.options.mask is not None:
         d = d.where(gathered.options.mask, 0.0)
-    return {"x": dx.scatter_(dim, gathered.columns, d.to(dx.dtype))}
+    return dx.scatter_(dim, gathered.columns, d.to(dx.dtype))
 
 
 def _sum_of_equal(dy: Tensor, index: Tensor, dim: int) -> Tensor:
