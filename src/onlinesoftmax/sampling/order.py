@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..torch.fast_path import is_transformed
+from ..torch.formulas import PLAIN_TYPES
+
 Tensor = torch.Tensor
 
 _LOW = 0xFFFFFFFF
@@ -15,15 +18,44 @@ def largest(z: Tensor, k: int) -> Tensor:
     NaN counts as the largest score.
 
     Args:
-        z: Scores (rows, columns), float32 or float64.
+        z: Scores (rows, columns).
         k: From 0 to the number of columns.
     """
     columns = z.shape[1]
+    traced = torch.compiler.is_compiling() or is_transformed()
+    if 0 < k < columns and z.is_cpu and type(z) in PLAIN_TYPES and not traced:
+        return _largest_on_cpu(z, k)
     if z.dtype == torch.float64 or columns > _LOW or k == columns:
         return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
     # torch.topk promises no order of equal numbers.  A score and its column in one integer are never equal to others.
-    keys = (ordered(z).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
+    keys = (ordered(z.float()).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
     return _LOW - (keys.topk(k, -1).values & _LOW)
+
+
+def _largest_on_cpu(z: Tensor, k: int) -> Tensor:
+    """`largest` by torch.topk, which promises no order of equal scores; the values of tensors are read."""
+    values, found = z.topk(k + 1, -1)
+    # NaN comes first, so a NaN follows a NaN.
+    same, found = (values[:, 1:] == values[:, :-1]) | values[:, 1:].isnan(), found[:, :k]
+    rows = same.any(1).nonzero().squeeze(1)
+    if not len(rows):
+        return found
+    # Of the rows with equal scores: the group of each token, by falling score.
+    group = torch.nn.functional.pad(~same[rows, : k - 1], (1, 0)).cumsum(1)
+    columns = (group * z.shape[1] + found[rows]).sort(1).values % z.shape[1]
+    tied = same[rows, k - 1]
+    if tied.any():
+        # Tokens that equal the last one, and the one behind it: those with the lowest ids.
+        of, above = rows[tied], (group != group[:, -1:]).sum(1)[tied]
+        last = values[of, k - 1 : k]
+        equal = z[of] == last if not last.isnan().any() else (z[of] == last) | (z[of].isnan() & last.isnan())
+        row, column = equal.nonzero(as_tuple=True)
+        count = row.bincount(minlength=len(of))
+        place = above[row] + torch.arange(len(row)) - (count.cumsum(0) - count)[row]
+        fits = place < k
+        columns[tied.nonzero().squeeze(1)[row[fits]], place[fits]] = column[fits]
+    found[rows] = columns
+    return found
 
 
 def ordered(z: Tensor) -> Tensor:
