@@ -28,7 +28,7 @@ from onlinesoftmax.kernels.cuda import reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.sampling.kernels import source as sampling
-from onlinesoftmax.sampling.kernels import unfiltered
+from onlinesoftmax.sampling.kernels import topk, unfiltered
 
 ROWS = 20
 """Rows of a call.  A block of row, pipeline and stream gets several."""
@@ -48,6 +48,7 @@ REMOVED_BARRIERS = (
     ("reduction", "pass/reduction.cuh", "__syncthreads();"),
     ("sample", "exchange.cuh", "__syncthreads();"),
     ("unfiltered", "parts.cuh", "__syncthreads();"),
+    ("topk", "topk.cuh", "__syncthreads();"),
 )
 """Kernels, and barriers that they need: the first such statement of a file."""
 
@@ -58,7 +59,7 @@ def main(folder: Path) -> None:
         sys.exit("ThreadSanitizer is not loaded; run: python -m pytest tests/kernels/test_cuda_races.py")
     # g++ must not load ThreadSanitizer.
     os.environ.pop("LD_PRELOAD", None)
-    for kernel in (*KERNELS, "reduction", "sample", "unfiltered"):
+    for kernel in (*KERNELS, "reduction", "sample", "unfiltered", "topk"):
         run_kernel(kernel, kernel, folder)
     text = source.text
     for kernel, file, barrier in REMOVED_BARRIERS:
@@ -83,6 +84,8 @@ def run_kernel(kernel: str, name: str, folder: Path, asks: Sequence[Ask] = ASKS)
         return sample(folder)
     if kernel == "unfiltered":
         return sample_unfiltered(folder)
+    if kernel == "topk":
+        return list_largest(folder)
     for ask in asks:
         call(kernel, ask, folder)
     return None
@@ -139,6 +142,20 @@ def sample_unfiltered(folder: Path) -> None:
     fields = np.array([*(arrays[name].ctypes.data for name in unfiltered.POINTERS), *numbers])
     shape = unfiltered.Shape("float32", 2, 64, True, False)
     cuda_simulator.simulate_sample(shape, fields, rows, folder, unfiltered)
+
+
+def list_largest(folder: Path) -> None:
+    """Run the kernel that lists the largest scores on a rising row of two blocks, whose lists are cut."""
+    cols, k = 9000, 100
+    arrays: dict[str, Any] = {
+        "x": np.linspace(-3, 3, cols, dtype=np.float32), "target": np.array([7]), "values": np.zeros(k, np.float32),
+        "indices": np.zeros(k, np.int64), "logprobs": np.zeros(k, np.float32), "lse": np.zeros(1, np.float32),
+        "target_logprob": np.zeros(1, np.float32), "target_rank": np.zeros(1, np.int64),
+    }  # fmt: skip
+    numbers = cols, cols, sampling.slice_of(cols, 2), k
+    fields = np.array([*(arrays[name].ctypes.data for name in topk.POINTERS), *numbers])
+    cuda_simulator.simulate_sample(topk.Shape("float32", 2, 128, True, True, topk.FEW), fields, 1, folder, topk)
+    assert arrays["indices"].tolist() == [*range(cols - 1, cols - 1 - k, -1)]
 
 
 if __name__ == "__main__":

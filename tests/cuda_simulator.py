@@ -107,8 +107,8 @@ REPLACED = {
             "{ const uint64 both = uint64(a) * b; low = unsigned(both), high = unsigned(both >> 32); }"
         ),
     },
+    "scores": {"inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.18e-38f ? 0 : z; }"},
     "race": {
-        "inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.17549435e-38f ? 0 : z; }",
         "inline float log_of_two(float y)": "{ return logf(y) * 1.44269504f; }",
         "inline float reciprocal(float y)": "{ return 1 / y; }",
     },

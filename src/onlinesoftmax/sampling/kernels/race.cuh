@@ -3,9 +3,6 @@
 // The key of a token is e / E: e is the power of its logit, E = -log(u) its noise.  It is in the order of the logit divided
 // by the temperature with Gumbel's noise, -log(E), and needs no logarithm where 1 - u, which is at most E, is too large.
 
-__device__ inline float power_of_two(float y) {
-    float z; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
-}
 __device__ inline float log_of_two(float y) {
     float z; asm("lg2.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
 }

@@ -5,6 +5,11 @@
 // Above every sort key and every token id.
 constexpr uint64 ALL = ~uint64(0);
 
+// 2^y, nearly.
+__device__ inline float power_of_two(float y) {
+    float z; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
+}
+
 // The nearest whole number, of two the even one.
 __device__ inline double rounded(double y) { return y + 6755399441055744.0 - 6755399441055744.0; }
 
