@@ -165,10 +165,22 @@ def topk_logprobs(
         >>> found.indices, found.target_rank
         (tensor([[1, 3]]), tensor([3]))
     """
+    whole = type(k) is int and type(dim) is int
+    plain = whole and type(scale) is float and scale == 1 and softcap is None and mask is None
+    if plain and _PREPARED:
+        _, call = _PREPARED[0].look_up(("topk_logprobs", (k, dim)), logits, target)
+        if call is not None:
+            ready: TopLogprobs = call(logits, target)
+            return ready
     arguments, run = _modules("topk_logprobs", logits)
     x = arguments.checked_logits("topk_logprobs", logits, dim, scale, softcap, None, mask)
     number = arguments.checked_count(x, "k", k, 0)
     found: TopLogprobs = run.topk_logprobs(x, number, arguments.checked_target(x, target))
+    if plain and not isinstance(logits, np.ndarray):
+        from . import prepared
+
+        if prepared.prepare_topk(x, number, target, dim) and not _PREPARED:
+            _PREPARED.append(prepared)
     return found
 
 

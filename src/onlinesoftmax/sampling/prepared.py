@@ -1,10 +1,11 @@
-"""Prepared calls of `sample` without filters and score options: a repeated call on a GPU checks only its key.
+"""Prepared calls of `sample` without filters, and of `topk_logprobs`: a repeated call on a GPU checks only its key.
 
 The numbers of a call are no part of the key: a text has another offset at each of its tokens.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,11 @@ import torch
 from ..core.options import LARGEST_FLOAT32
 from ..kernels import registry
 from ..torch.fast_path import PREPARED_CALLS, keep, look_up
-from .arguments import LARGEST_INT64, in_rows
+from .arguments import LARGEST_INT64, Logits, in_rows
+from .results import TopLogprobs
+from .topk import How, Listed
+
+__all__ = ["look_up", "look_up_call", "prepare", "prepare_topk"]
 
 Tensor = torch.Tensor
 
@@ -70,3 +75,34 @@ def prepare(x: Any, operands: tuple[Any, ...], arguments: tuple[Any, ...], raw: 
     if run is not None:
         keep(PREPARED_CALLS, key, run)
     return run is not None
+
+
+def prepare_topk(logits: Logits, k: int, target: Tensor | None, dim: int) -> bool:
+    """Prepare the calls of `topk_logprobs` that are like one that has passed all checks; False if that is not possible.
+
+    Args:
+        logits, k, target: As for `topk_logprobs` in topk.py; there is no score option.
+        dim: The dimension of the tokens as the caller has it.
+    """
+    x = logits.x
+    key, _ = look_up(("topk_logprobs", (k, dim)), x, target)
+    if not key or not x.is_cuda or registry.unavailable("cuda") is not None:
+        return False
+    if target is not None and not (target.dtype == torch.int64 and target.is_contiguous()):
+        return False
+    rows = in_rows(x, logits.dim)
+    if rows.data_ptr() != x.data_ptr():
+        return False
+    from .kernels import topk
+
+    run = topk.bind(rows, logits.rows, k, logits.dim, target is not None)
+    if run is None:
+        return False
+    how = How(logits._replace(x=None), k, run)
+    recorded = torch.is_grad_enabled() and x.requires_grad
+    keep(PREPARED_CALLS, key, partial(_recorded, how) if recorded else run)
+    return True
+
+
+def _recorded(how: How, x: Tensor, target: Tensor | None) -> TopLogprobs:
+    return TopLogprobs(*Listed.apply(x, how, target))

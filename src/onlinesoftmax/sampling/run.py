@@ -1,4 +1,4 @@
-"""Sampling, and the largest log-probabilities, of torch tensors, in PyTorch's operations."""
+"""Sampling from torch tensors, by a kernel or in PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from ..api import token_logprobs
 from ..kernels import registry
-from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from .arguments import LARGEST_INT64, Logits, in_rows
@@ -23,15 +21,15 @@ from .distribution import (
     support_of,
 )
 from .noise import gumbel
-from .order import largest, rank_of
-from .results import Sampled, TopLogprobs, Verified
+from .order import largest
+from .results import Sampled, Verified
 from .rules import Parameters
+from .topk import CHUNK, topk_logprobs
 from .verification import verified
 
-Tensor = torch.Tensor
+__all__ = ["sample", "topk_logprobs", "verify"]
 
-_CHUNK = 1 << 18
-"""Elements of the rows that a CPU samples from at a time: intermediate results stay in its caches."""
+Tensor = torch.Tensor
 
 
 @torch.no_grad()
@@ -78,7 +76,7 @@ def _by_kernel(
 
 def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
     """`sample` of scores (rows, tokens) by PyTorch's operations, on a CPU a chunk of rows at a time."""
-    count = max(_CHUNK // scores.shape[1], 1) if scores.device.type == "cpu" else max(len(scores), 1)
+    count = max(CHUNK // scores.shape[1], 1) if scores.device.type == "cpu" else max(len(scores), 1)
     chunks = []
     for first in range(0, max(len(scores), 1), count):
         part = slice(first, first + count)
@@ -104,32 +102,6 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     best = torch.arange(top, device=scores.device).expand(len(scores), top)
     columns = torch.cat([column, best if parameters.filters else largest(scores, top)], 1)
     return sampled_of(found, columns, kept, scores.dtype)
-
-
-def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
-    """The k largest scores of each row and their log-probabilities.
-
-    Args:
-        logits: The logits, which have no bias.
-        k: From 0 to the number of tokens.
-        target: A token of each row, an integer tensor of the shape of the rows.
-    """
-    x, dim, options, rows = logits.x, logits.dim, logits.options, logits.rows
-    with torch.no_grad():
-        scores = logits.scores()
-        indices = largest(scores, k)
-        of_target = None if target is None else target.reshape(-1).long()
-        rank = None if of_target is None else rank_of(scores, of_target).reshape(rows)
-    indices = indices.reshape(*rows, k).movedim(-1, dim)
-    wanted = indices if of_target is None else torch.cat([indices, of_target.reshape(rows).unsqueeze(dim)], dim)
-    found = token_logprobs(
-        x, wanted, dim, scale=options.scale, softcap=options.softcap, mask=options.mask, entropy=False
-    )  # fmt: skip
-    mask = None if options.mask is None else options.mask.expand_as(x).gather(dim, indices)
-    values = scores_of(x.gather(dim, indices), dim, options._replace(mask=mask), torch.float32)[0]
-    logprobs = found.logprob.narrow(dim, 0, k)
-    own = None if of_target is None else found.logprob.select(dim, k)
-    return TopLogprobs(values, indices, logprobs, own, rank, found.lse)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 
 NAMESPACE = "onlinesoftmax"
 
-REGISTER = ("onlinesoftmax.torch.custom_op", "onlinesoftmax.linear.operators")
+REGISTER = ("onlinesoftmax.torch.custom_op", "onlinesoftmax.linear.operators", "onlinesoftmax.sampling.operators")
 """The modules that register operators when they are imported."""
 
 
