@@ -141,6 +141,11 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "mask of a loss": lambda x: osm.cross_entropy(np.ones(2), np.array(0), mask=x),
     "token_logprobs": lambda x: osm.token_logprobs(x, np.array(0)),
     "index": lambda x: osm.token_logprobs(np.ones((2, 2)), x),
+    "sample": lambda x: osm.sample(x, seed=0),
+    "temperature": lambda x: osm.sample(np.ones((2, 2)), temperature=x, seed=0),
+    "seed": lambda x: osm.sample(np.ones((2, 2)), seed=x),
+    "topk_logprobs": lambda x: osm.topk_logprobs(x, 1),
+    "drafts": lambda x: osm.verify(np.ones((3, 2)), x, seed=0),
 }
 
 
@@ -148,7 +153,7 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("wrong", UNREAL_ARRAYS, ids=lambda x: f"{type(x).__name__} {x.dtype.name}")
 def test_arrays_whose_meaning_would_be_lost_are_refused(function: str, wrong: Any) -> None:
     refusals = (TypeError, NotImplementedError, RuntimeError) if wrong.dtype.kind == "c" else (TypeError,)
-    with pytest.raises(refusals, match=r"\(\): .*(masked array|matrix|dtype|floating|boolean|real)"):
+    with pytest.raises(refusals, match=r"\(\): .*(masked array|matrix|dtype|floating|boolean|real|number|int)"):
         FUNCTIONS[function](wrong)
 
 

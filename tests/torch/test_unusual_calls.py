@@ -119,6 +119,9 @@ def test_a_result_that_is_not_floating_is_refused_with_and_without_options() -> 
     for options in ({}, {"scale": 2.0}, {"batch_invariant": True}):
         with pytest.raises(NotImplementedError):
             osm.softmax(torch.randn(2, 3), 1, dtype=torch.int32, **options)
+        for name in ("softmax", "log_softmax", "logsumexp"):
+            with pytest.raises(NotImplementedError, match="complex64 is complex; pass its real part"):
+                getattr(osm, name)(torch.ones(2, 3, dtype=torch.complex64), 1, dtype=torch.float32, **options)
 
 
 @pytest.mark.parametrize("how", [HOW, {}], ids=["kernels", "default"])

@@ -52,6 +52,19 @@ def test_without_jit() -> None:
     np.testing.assert_allclose(hessian, jax.hessian(jax.nn.logsumexp)(x[0]), rtol=1e-5, atol=1e-7)
 
 
+def test_a_scale_of_nan_gives_nan() -> None:
+    """XLA on a CPU computes numbers from a product with a constant NaN, those of jax.nn.softmax too."""
+    for cols in (7, 700):
+        x = jax.random.normal(jax.random.key(0), (3, cols))
+        for y in (
+            osj.softmax(x, scale=jnp.nan), osj.log_softmax(x, scale=jnp.nan), osj.logsumexp(x, -1, scale=jnp.nan),
+            osj.cross_entropy(x, jnp.arange(3), scale=jnp.nan), *osj.token_logprobs(x, jnp.arange(3), scale=jnp.nan),
+            jax.jit(lambda x: osj.softmax(x, softcap=2.0, scale=jnp.nan))(x),
+            jax.grad(lambda x: osj.logsumexp(x, scale=jnp.nan))(x),
+        ):  # fmt: skip
+            assert jnp.isnan(y).all()
+
+
 def test_a_search_for_nan_names_the_operation() -> None:
     labels = jnp.array([1, -100])
     with jax.debug_nans(True):

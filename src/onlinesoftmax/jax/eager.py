@@ -16,6 +16,7 @@ subtracted, so that large scores do not cancel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -46,7 +47,11 @@ def filled(options: ScoreOptions, x: Array, arrays: Mapping[str, Array]) -> Scor
 
 def scores(options: ScoreOptions, x: Array, arrays: Mapping[str, Array]) -> Array:
     """The scores of logits x, in float32 or float64."""
-    return scores_of(FUNCTIONS, x.astype(accumulator(x)), filled(options, x, arrays))
+    wide = x.astype(accumulator(x))
+    if isinstance(options.scale, float) and math.isnan(options.scale):
+        # XLA on a CPU loses the NaN of a product with a constant NaN in the maximum of a row.
+        wide, options = jnp.full_like(wide, jnp.nan), options._replace(scale=1.0)
+    return scores_of(FUNCTIONS, wide, filled(options, x, arrays))
 
 
 def scores_at(options: ScoreOptions, x: Array, arrays: Mapping[str, Array], columns: Array) -> Array:

@@ -54,6 +54,7 @@ def _of_rows(logits: Logits, argument: str, value: Any, dtype: str, low: float, 
         value = np.asarray(rules.checked_between(logits, argument, value, whole, low, high))
     else:
         wanted, kind = ("an int", ("integer",)) if whole else ("a number", ("integer", "floating"))
+        NUMPY.check_array(f"{name}()", argument, value)
         if NUMPY.kind_of(value) not in kind:
             raise TypeError(f"{name}(): {argument} must be {wanted} or an array of such, got {value.dtype}")
         if not broadcasts(value.shape, rows):

@@ -75,6 +75,8 @@ def run(call: Call) -> torch.Tensor:
         raise TypeError(
             f"{operation}(): argument 'input' (position 1) must be Tensor, not {type(x).__name__}{advice(type(x))}"
         )
+    if x.is_complex() and dtype is not None and not dtype.is_complex:
+        raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is complex; pass its real part")
     if out is not None and not isinstance(out, torch.Tensor):
         raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
     if out is not None and _requires_grad(x, options):
