@@ -182,6 +182,29 @@ def test_the_gradient_of_a_probable_class_of_16_bits(classes: int, dtype: torch.
         np.testing.assert_allclose(leaf.grad.double().numpy(), want, 0.51 * torch.finfo(dtype).eps, 2e-7)
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_log_softmax_of_16_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch rounds maximum + log(sum) to 16 bits: the log-probability -0.001 and its gradient are 0 in bfloat16."""
+    x = torch.randn(40, 3, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x[:, :, 1] = 9.0
+    half = 0.51 * torch.finfo(dtype).eps
+    for cached, dim in itertools.product((4, 1 << 20), (-1, 0, 1)):
+        monkeypatch.setattr(formulas, "ELEMENTS_IN_CACHE", cached)
+        leaf, wide = x.clone().requires_grad_(), x.double().requires_grad_()
+        exact = torch.log_softmax(wide, dim)
+        (want,) = torch.autograd.grad(exact.select(dim, 1).sum(), wide, create_graph=True)
+        (of_want,) = torch.autograd.grad(want.square().sum(), wide)
+        for y in (osm.log_softmax(leaf, dim), osm.log_softmax(x, dim), osm.log_softmax(x, dim, out=torch.empty_like(x))):
+            assert y.dtype == dtype
+            assert ((y.double() - exact).abs() <= half * exact.abs() + 1e-6).all()
+        (dx,) = torch.autograd.grad(osm.log_softmax(leaf, dim).select(dim, 1).sum(), leaf, create_graph=True)
+        # The gradient reads the rounded result: the error of y is a relative one of exp(y).
+        error = (dx.double() - want).abs()
+        assert (error <= half * (want.abs() + exact.exp() * exact.abs()) + 2e-7).all()
+        (second,) = torch.autograd.grad(dx.square().sum(), leaf)
+        torch.testing.assert_close(second.double(), of_want, rtol=8 * half, atol=8 * half)
+
+
 def test_operands_of_other_dtypes() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 257, dtype=torch.float64, generator=generator)

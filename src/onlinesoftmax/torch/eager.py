@@ -44,8 +44,10 @@ def call(operation: Operation, x: Tensor, settings: Settings, out: Tensor | None
 
 
 def _has_function(operation: Operation, z: Any, dim: Any) -> bool:
-    """True where PyTorch has the operation as one function, whose sums are right for this tensor."""
-    return operation.runs_on("eager") and not (formulas.is_narrow(z) if operation.per_row else formulas.is_long(z, dim))
+    """True where PyTorch has the operation as one function, whose arithmetic is right for this tensor."""
+    if not operation.runs_on("eager") or formulas.is_rounded_early(operation.name, z):
+        return False
+    return not (formulas.is_narrow(z) if operation.per_row else formulas.is_long(z, dim))
 
 
 def call_on_scores(call: Call) -> Tensor:

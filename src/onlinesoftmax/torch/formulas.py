@@ -51,6 +51,8 @@ def result(name: str, z: Tensor, dim: Any, keepdim: bool) -> Tensor:
         return call_pytorch(_by_formula, z, name, dim, keepdim)
     if name == "logsumexp":
         return call_pytorch(_logsumexp, z, dim, keepdim)
+    if is_rounded_early(name, z):
+        return call_pytorch(_narrow_log_softmax, z, dim)
     return call_pytorch(_in_passes, z, name, dim) if is_long(z, dim) else by_pytorch(name, z, dim)
 
 
@@ -84,6 +86,16 @@ def is_long(x: Tensor, dim: Any, dtype: torch.dtype | None = None) -> bool:
 def is_narrow(x: Tensor) -> bool:
     """True for 16-bit logits, whose sums and losses PyTorch on a CPU partly computes in 16 bits."""
     return x.dtype is torch.float16 or x.dtype is torch.bfloat16
+
+
+def is_rounded_early(name: str, x: Any) -> bool:
+    """True for a log_softmax on a CPU that PyTorch rounds to 16 bits before the last subtraction.
+
+    A log-probability of -0.001, and its gradient, are then 0 in bfloat16.  A trace has PyTorch's own operation.
+    """
+    if name != "log_softmax" or not is_narrow(x) or type(x) not in PLAIN_TYPES or torch.compiler.is_compiling():
+        return False
+    return x.is_cpu and x.layout is torch.strided and not x.is_nested
 
 
 ELEMENTS_IN_CACHE = 1 << 19
@@ -122,6 +134,47 @@ def rows_at_a_time(x: Tensor, wide: torch.dtype) -> int:
 def _logsumexp(z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """Logsumexp by PyTorch, whose sums are pairwise; of 16-bit numbers in float32, rounded once."""
     return z.float().logsumexp(dim, keepdim).to(z.dtype) if is_narrow(z) else z.logsumexp(dim, keepdim)
+
+
+def _narrow_log_softmax(z: Tensor, dim: int) -> Tensor:
+    """Log-softmax of 16-bit logits and its gradient, computed in float32 and rounded once."""
+    if is_transformed():
+        return result("log_softmax", z.float(), dim, False).to(z.dtype)
+    y: Tensor = _NarrowLogSoftmax.apply(z, dim)
+    return y
+
+
+class _NarrowLogSoftmax(torch.autograd.Function):
+    """`_narrow_log_softmax` for autograd, with the gradient dy - exp(y) * sum(dy)."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, dim: int) -> Tensor:
+        y = _rounded_once(lambda z: result("log_softmax", z, dim, False), dim, z)
+        ctx.save_for_backward(y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        dim = ctx.dim
+
+        def gradient(y: Tensor, dy: Tensor) -> Tensor:
+            return dy - y.exp() * dy.sum(dim, keepdim=True)
+
+        return _rounded_once(gradient, dim, *ctx.saved_tensors, dy), None
+
+
+def _rounded_once(function: Callable[..., Tensor], dim: int, *tensors: Tensor) -> Tensor:
+    """A function of the float32 rows of 16-bit tensors, rounded to the dtype of the first, in parts that fit a cache."""
+    x = tensors[0]
+    rows = rows_at_a_time(x, torch.float32) if dim % max(x.dim(), 1) else 0
+    if not rows:
+        return function(*[t.float() for t in tensors]).to(x.dtype)
+    y = torch.empty_like(x)
+    for first in range(0, len(x), rows):
+        part = slice(first, first + rows)
+        y[part] = function(*[t[part].float() for t in tensors])
+    return y
 
 
 def _in_passes(z: Tensor, name: str, dim: int) -> Tensor:
