@@ -13,6 +13,11 @@ from ways import HOW, HOWS, UNITS, gradient
 import onlinesoftmax as osm
 from contract import DEVICE, PLANS, forced
 from loss_formula import expected_tokens
+from onlinesoftmax.core.call import Call, Settings
+from onlinesoftmax.core.options import ScoreOptions
+from onlinesoftmax.core.task import Choice
+from onlinesoftmax.ops import OPERATIONS
+from onlinesoftmax.torch.several_tokens import gradient_of_tokens
 
 COLS = 13
 
@@ -224,3 +229,23 @@ def test_a_scale_that_requires_a_gradient_is_refused() -> None:
     with torch.no_grad():
         found = osm.token_logprobs(x, index, scale=scale)
     torch.testing.assert_close(found.lse, (0.5 * x).logsumexp(-1))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("options", [None, ScoreOptions(scale=0.7, softcap=3.0)], ids=str)
+def test_gradient_of_distinct_tokens_and_a_target_is_that_of_pytorch(dim: int, options: ScoreOptions | None) -> None:
+    x = torch.randn(5, COLS, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    target = torch.stack([x[0].argmax(), x[1].argmin(), torch.tensor(COLS), torch.tensor(-1), x[4].argmax()])
+    x = (x if dim else x.T).contiguous().requires_grad_()
+    given = {} if options is None else {"scale": options.scale, "softcap": options.softcap}
+    found = osm.topk_logprobs(x, 4, target=target, dim=dim, **given)
+    names = ("values", "logprobs", "target_logprob", "lse")
+    dys = {name: torch.linspace(-1, 2, (t := getattr(found, name)).numel()).double().view_as(t) for name in names}
+    (want,) = torch.autograd.grad([getattr(found, name) for name in names], x, [*dys.values()])
+    saved = {"m": found.values.select(dim, 0), "l": (-found.logprobs.select(dim, 0)).exp()}
+    here = {name: t.detach().to(DEVICE, torch.float32) for name, t in {"x": x, **saved, **dys}.items()}
+    call = Call(OPERATIONS["token_logprobs"], here["x"], Settings(dim, choice=Choice("triton")), options)
+    states = {name: here[name] for name in ("x", "m", "l")}
+    given_dys = {name: here[name] for name in names}
+    got = gradient_of_tokens(call, states, found.indices.to(DEVICE), target.to(DEVICE), given_dys)
+    assert torch.allclose(got.cpu().double(), want, atol=2e-6)
