@@ -56,6 +56,23 @@ def test_each_framework_names_the_module_of_the_other(name: str) -> None:
             call(osm.jax, name, torch.zeros(3, 4, dtype=dtype))
 
 
+@pytest.mark.parametrize("name", ["linear_cross_entropy", "linear_token_logprobs"])
+def test_heads_name_the_module_of_another_library(name: str) -> None:
+    for x, words in (
+        (np.zeros((3, 4)), r"input' must be Tensor, not ndarray; torch\.from_numpy"),
+        ([[1.0]], r"input' must be Tensor, not list; .*torch\.tensor"),
+    ):
+        with pytest.raises(TypeError, match=rf"{name}\(\): argument '{words}"):
+            getattr(osm, name)(x, x, TARGET)
+    if importlib.util.find_spec("jaxlib") is None:
+        pytest.skip("needs jaxlib")
+    import jax.numpy as jnp
+
+    for tensors in ((jnp.zeros((3, 4)), torch.zeros(5, 4)), (torch.zeros(3, 4), jnp.zeros((5, 4)))):
+        with pytest.raises(TypeError, match=rf"{name}\(\): the input is a JAX array .*onlinesoftmax\.jax\.{name}"):
+            getattr(osm, name)(*tensors, TARGET)
+
+
 @pytest.mark.parametrize(
     ("x", "given", "message"),
     [

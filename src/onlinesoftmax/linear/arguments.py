@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arrays import advice, check_no_jax
 from ..core.options import checked_options
 from ..core.task import ITEMSIZE
 from ..torch.arguments import TORCH, check_constant, check_first_derivative, checked_number, is_batched
@@ -97,7 +98,8 @@ def check_tensors(
     given |= {} if linear_bias is None else {"linear_bias": linear_bias}
     for argument, t in given.items():
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}")
+            check_no_jax(name, type(t))
+            raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}{advice(type(t))}")
         if type(t).__name__ == "DTensor" and not dtensors:
             raise TypeError(f"{name}(): {argument} is a DTensor here; pass its to_local()")
         if t.device != input.device:
@@ -197,7 +199,7 @@ def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:
 def check_per_token(name: str, argument: str, t: Any, shape: tuple[int, ...], device: torch.device) -> None:
     """Check a tensor with one number for each token of this shape."""
     if not isinstance(t, Tensor):
-        raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}")
+        raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}{advice(type(t))}")
     if tuple(t.shape) != tuple(shape):
         raise ValueError(f"{name}(): {argument} has shape {tuple(t.shape)}, and must have {tuple(shape)}")
     if t.device != device:

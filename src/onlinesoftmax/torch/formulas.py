@@ -165,7 +165,7 @@ class _NarrowLogSoftmax(torch.autograd.Function):
 
 
 def _rounded_once(function: Callable[..., Tensor], dim: int, *tensors: Tensor) -> Tensor:
-    """A function of the float32 rows of 16-bit tensors, rounded to the dtype of the first, in parts that fit a cache."""
+    """A function of 16-bit tensors in float32, rounded to the dtype of the first, in parts that fit the cache."""
     x = tensors[0]
     rows = rows_at_a_time(x, torch.float32) if dim % max(x.dim(), 1) else 0
     if not rows:
