@@ -296,9 +296,15 @@ def test_several_elements_of_a_row(shape: tuple[int, ...], axis: int, options: d
     last[(0,) * last.ndim] = -5
     if "where" in options:
         options["where"] = rng.uniform(size=shape) < 0.7
-    found, vjp = jax.vjp(lambda x: osj.token_logprobs(x, jnp.asarray(index), axis, **options), x)
-    dys = [rng.uniform(size=y.shape).astype(np.float32) for y in found]
-    (dx,) = vjp(osj.TokenLogprobs(*map(jnp.asarray, dys)))
+    per_row = (*last.shape[:-1],)
+    dys = [rng.uniform(size=shape).astype(np.float32) for shape in (index.shape, per_row, per_row)]
+
+    @jax.jit
+    def both(x: Any, dys: Any) -> Any:
+        found, vjp = jax.vjp(lambda x: osj.token_logprobs(x, jnp.asarray(index), axis, **options), x)
+        return found, vjp(osj.TokenLogprobs(*dys))[0]
+
+    found, dx = both(x, dys)
     if "where" in options:
         options["mask"] = options.pop("where")
     want = expected_tokens(np.asarray(x, np.float64), index, axis, [np.float64(dy) for dy in dys], **options)
