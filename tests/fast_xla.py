@@ -6,7 +6,11 @@ This file imports neither JAX nor torch, so that processes without conftest.py c
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 FLAGS = ("--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1")
 """No second code generator for fusions, and one piece of machine code for each program."""
@@ -32,3 +36,14 @@ def environment(devices: int = 1) -> dict[str, str]:
         "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
         "XLA_FLAGS": " ".join([*flags, *(FLAGS if known else ())]),
     }
+
+
+def check(name: str, environment: dict[str, str]) -> None:
+    """Run a file of checks in with_jax/ in a process of its own, because JAX counts its devices once."""
+    # The files of the options and of the fixtures are not needed, and would import torch.
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    path = Path(__file__).with_name("with_jax") / name
+    done = subprocess.run(
+        [*command, str(path)], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

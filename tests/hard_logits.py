@@ -47,6 +47,19 @@ def by_torch(logits: Any, seed: Any, **given: Any) -> Any:
     return osm.sample(logits, **as_tensor)
 
 
+def verify_by_torch(target: Any, drafts: Any, draft: Any, seed: Any, **given: Any) -> Any:
+    """`verify` of torch tensors of the same numbers, of which some drafts stay and some do not."""
+    import torch
+
+    def as_tensor(t: Any) -> Any:
+        return torch.from_numpy(t) if isinstance(t, np.ndarray) else t
+
+    given = {name: as_tensor(t) for name, t in given.items()}
+    found = osm.verify(as_tensor(target), as_tensor(drafts), as_tensor(draft), seed=as_tensor(seed), **given)
+    assert 5 < int(found.accepted.sum()) < 110
+    return found
+
+
 def assert_same(got: Any, want: Any, integers: type = np.int64) -> None:
     """Equal tokens and numbers, in this dtype; log-probabilities equal up to the last bits of their dtype."""
     for name in got._fields:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +20,6 @@ PAIRS = [
 ]
 both = pytest.mark.parametrize(("ours", "theirs", "operation"), PAIRS)
 Kind = Callable[..., torch.nn.Module]
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """What was compiled before counts against the limit of recompilations."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def the_warnings(call: Callable[[], Any]) -> list[tuple[str, type[Warning], str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from math import inf
@@ -148,25 +149,20 @@ def test_a_gradient_from_another_row_is_wrong() -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("operation", GRADIENTS)
-@pytest.mark.parametrize("strategy", [None, "row", "split"])
-def test_our_gradient_kernels_pass(operation: str, strategy: str | None) -> None:
-    case = Case(operation, (3, 129), 1, "float32")
+@pytest.mark.parametrize(
+    ("case", "strategy"),
+    [
+        *itertools.product((Case(name, (3, 129), 1, "float32") for name in GRADIENTS), (None, "row", "split")),
+        *((Case("softmax", (2, 4, 33), 2, "float32", fused), None) for fused in FUSED),
+    ],
+    ids=str,
+)
+def test_our_kernels_pass(case: Case, strategy: str | None) -> None:
     inputs = make_inputs(case, CPU)
     reference = Reference(case, *inputs)
     allowed = reference.judge(Torch("cpu").prepare(case)(*inputs), inf).error
     # As exact as others: the interpreter's multiply-add rounds twice.
     assert reference.judge(Ours("cpu", "triton", strategy).prepare(case)(*inputs), allowed, ours=False).wrong is None
-
-
-@needs_interpreter
-@pytest.mark.parametrize("fused", FUSED, ids="+".join)
-def test_our_fused_kernels_pass(fused: tuple[str, ...]) -> None:
-    case = Case("softmax", (2, 4, 33), 2, "float32", fused)
-    inputs = make_inputs(case, CPU)
-    reference = Reference(case, *inputs)
-    allowed = reference.judge(formulas.written_out(case)(*inputs), inf).error
-    assert reference.judge(Ours("cpu", "triton").prepare(case)(*inputs), allowed, ours=False).wrong is None
 
 
 @needs_interpreter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,8 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 import torch
-from bench_cases import CPU, call
+from bench_cases import CPU, recorded, refused
 
-from onlinesoftmax.lab.bench import tables
 from onlinesoftmax.lab.bench.heads import peers
 from onlinesoftmax.lab.bench.heads.cases import HeadCase
 from onlinesoftmax.lab.bench.heads.peers import HEAD_PEERS, OursHead, TorchHead
@@ -79,30 +77,16 @@ def test_a_wrong_gradient_has_no_time() -> None:
 
 
 def test_a_suite_of_heads_writes_a_record(tmp_path: Path) -> None:
-    path = tmp_path / "heads.json"
-    shape = ("--shape", "30x4x800", "--dtype", "bfloat16", "--repeat", "1", "--device", "cpu")
-    done = call("--suite", "linear-cross-entropy", *shape, "--peers", "ours-bounded,ours-columns,torch,cce", "-o", path)
-    assert done.exit_code == 0, done.output
-    assert "30x4 -> 800" in done.stdout
-    content = json.loads(path.read_text())
-    assert content["measures"] == "head time"
-    assert content["absent"].keys() == {"cce"}
-    (found,) = tables.read_cases(content)
-    assert [found.as_dict()] == content["cases"]
-    assert tables.table_of([found], content).header[3:6] == ("who", "time us", "of products")
-    pytest.importorskip("jsonschema", reason="a report checks its records")
-    from onlinesoftmax.lab.report.records import read, series
-
-    (record,), wrong, others = read([path])
-    assert (wrong, others, series(record)["panels"]) == ([], [], [])
+    asked = ("--suite", "linear-cross-entropy", "--shape", "30x4x800", "--peers", "ours-bounded,ours-columns,torch,cce")
+    printed, table = recorded(tmp_path / "heads.json", "head time", "cce", *asked)
+    assert "30x4 -> 800" in printed
+    assert table.header[3:6] == ("who", "time us", "of products")
 
 
 def test_wrong_arguments_of_a_suite_of_heads() -> None:
-    for arguments, words in (
+    refused(
+        "linear-cross-entropy",
         (("--shape", "4x8"), "needs three sizes, tokens x hidden x classes"),
         (("--op", "softmax"), "--op does not go with --suite linear-cross-entropy"),
         (("--peers", "jax.nn"), "unknown peer 'jax.nn'; there are: ours-stored"),
-    ):
-        done = call("--suite", "linear-cross-entropy", "--quick", "--device", "cpu", *arguments)
-        assert done.exit_code == 2
-        assert words in done.output
+    )

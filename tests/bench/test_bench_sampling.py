@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -13,9 +12,8 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 import torch
-from bench_cases import CPU, call
+from bench_cases import CPU, recorded, refused
 
-from onlinesoftmax.lab.bench import tables
 from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, TokenCase
 from onlinesoftmax.lab.bench.sampling.peers import TOKEN_PEERS, OursTokens, TorchTokens
 from onlinesoftmax.lab.bench.sampling.reference import threshold_of, wrong
@@ -94,31 +92,17 @@ def test_ours_has_to_be_exact() -> None:
 
 
 def test_a_suite_of_tokens_writes_a_record(tmp_path: Path) -> None:
-    path = tmp_path / "tokens.json"
-    shape = ("--shape", "2x1100", "--dtype", "bfloat16", "--repeat", "1", "--device", "cpu")
-    done = call("--suite", "topk", *shape, "--peers", "torch,flashinfer", "-o", path)
-    assert done.exit_code == 0, done.output
-    assert "2x1100 zipf, k 1024" in done.stdout
-    content = json.loads(path.read_text())
-    assert content["measures"] == "token time"
-    assert content["absent"].keys() == {"flashinfer"}
-    found = tables.read_cases(content)
-    assert [each.as_dict() for each in found] == content["cases"]
-    assert tables.table_of(found, content).header[3:6] == ("who", "time us", "of read")
-    pytest.importorskip("jsonschema", reason="a report checks its records")
-    from onlinesoftmax.lab.report.records import read, series
-
-    (record,), mistakes, others = read([path])
-    assert (mistakes, others, series(record)["panels"]) == ([], [], [])
+    asked = ("--suite", "topk", "--shape", "2x1100", "--peers", "torch,flashinfer")
+    printed, table = recorded(tmp_path / "tokens.json", "token time", "flashinfer", *asked)
+    assert "2x1100 zipf, k 1024" in printed
+    assert table.header[3:6] == ("who", "time us", "of read")
 
 
 def test_wrong_arguments_of_a_suite_of_tokens() -> None:
-    for arguments, words in (
+    refused(
+        "topk",
         (("--shape", "4x8x9"), "needs two sizes, rows x tokens"),
         (("--shape", "4x1000"), "a row has only 1000 tokens"),
         (("--op", "softmax"), "--op does not go with --suite topk"),
         (("--peers", "liger"), "unknown peer 'liger'; there are: torch, compile, flashinfer"),
-    ):
-        done = call("--suite", "topk", "--quick", "--device", "cpu", *arguments)
-        assert done.exit_code == 2
-        assert words in done.output
+    )

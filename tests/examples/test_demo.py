@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-from scripts import load
 
 for name in ("sklearn", "torch", "typer"):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"the demo needs {name}", allow_module_level=True)
-
-
-@pytest.fixture
-def example() -> ModuleType:
-    """The module examples/demo.py, which is not part of the package."""
-    return load(Path(__file__).parents[2] / "examples" / "demo.py")
 
 
 def test_the_probabilities_of_digits_are_right(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,25 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from scripts import load
 
 if importlib.util.find_spec("transformers") is None:
     # importorskip would import transformers before the example sets HF_HUB_OFFLINE.
     pytest.skip("the example needs transformers", allow_module_level=True)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    """The module examples/generate.py, which is not part of the package."""
-    return load(Path(__file__).parents[2] / "examples" / "generate.py")
 
 
 @pytest.fixture(scope="module")

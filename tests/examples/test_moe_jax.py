@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripts import load
 
 import onlinesoftmax
 
@@ -34,12 +33,6 @@ LEARNT = 0.78
 
 GRADIENT_RTOL = 2e-6
 """Tolerance relative to the norm of a parameter's gradient: some dozens of float32 roundings of 6e-8 each."""
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    """The module examples/moe_jax.py, which is not part of the package."""
-    return load(EXAMPLE)
 
 
 def train(example: ModuleType, library: Any, **config: Any) -> tuple[Any, list[Any]]:

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from scripts import load
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.linear import rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    """The module examples/policy_gradient.py, which is not part of the package."""
-    return load(Path(__file__).parents[2] / "examples" / "policy_gradient.py")
 
 
 def test_the_script_learns_and_checks_itself(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

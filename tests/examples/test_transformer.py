@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from scripts import load
 
 import onlinesoftmax as osm
 
@@ -36,22 +33,10 @@ losses with a float64 softmax differ from those with a float32 softmax by at mos
 bfloat16, they differ by up to 1e-4.
 """
 
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
 LEARNT = 2.7
 """Loss in nats that a trained model must reach.  A model of letter frequencies without context reaches 3.25."""
-
-
-@pytest.fixture(scope="module")
-def example() -> ModuleType:
-    """The module examples/transformer.py, which is not part of the package."""
-    return load(Path(__file__).parents[2] / "examples" / "transformer.py")
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Reset dynamo, because functions compiled earlier count against its recompilation limit."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class Case(NamedTuple):

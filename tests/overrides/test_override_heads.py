@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -312,13 +312,6 @@ def test_nested_blocks_and_functions_that_are_left() -> None:
         osm.override(linear=CLASSES, strict=True),
     ):
         F.linear(x, weight, bias).exp()
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

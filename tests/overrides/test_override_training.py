@@ -6,7 +6,7 @@ import copy
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from typing import Any
@@ -111,13 +111,6 @@ def test_checkpoints_repeat_the_forward_inside_the_block(
         return layer(x) + inner(layer)(x)
 
     torch.testing.assert_close(gradient(both, outer, around_backward=outer), gradient(both))
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 compiles = pytest.mark.usefixtures("fresh_dynamo")

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,10 +283,4 @@ def test_the_functions_for_torch_give_the_same() -> None:
 
 @pytest.mark.early
 def test_four_devices() -> None:
-    environment = {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4)
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    path = Path(__file__).with_name("four_devices_head.py")
-    done = subprocess.run(
-        [*command, str(path)], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    fast_xla.check("four_devices_head.py", {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))

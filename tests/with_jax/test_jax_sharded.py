@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,27 +19,16 @@ import onlinesoftmax.jax as osj
 from onlinesoftmax.jax.exchange import whole_target
 
 
-def _passes(checks: str, environment: dict[str, str]) -> None:
-    """Run a file of checks in a process of its own, because JAX counts its devices once."""
-    # The files of the options and of the fixtures are not needed, and would import torch.
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    path = Path(__file__).with_name(checks)
-    result = subprocess.run(
-        [*command, str(path)], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=600
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 @pytest.mark.early
 def test_four_devices() -> None:
-    _passes("four_devices.py", {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))
+    fast_xla.check("four_devices.py", {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
 def test_two_gpus() -> None:
     """The exchanges of XLA between kernels on GPUs, over NCCL."""
-    _passes("two_gpus.py", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    fast_xla.check("two_gpus.py", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 X, LABELS = jnp.ones((2, 3)), jnp.zeros(2, jnp.int32)
