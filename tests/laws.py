@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -83,6 +84,17 @@ class Law:
     name: str
     cases: Callable[[Sequence[str]], st.SearchStrategy[Case]]
     check: Callable[[Algebra, Case], None]
+
+    def test(self, algebra: Algebra) -> None:
+        """Draw cases and check them."""
+
+        # Compiling for JAX and CUDA and interpreting for Triton take time, which is no fault of the strategy.
+        @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
+        @given(self.cases(algebra.dtypes))
+        def holds(case: Case) -> None:
+            self.check(algebra, case)
+
+        holds()
 
 
 INF = math.inf

@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
 
-import laws
 from laws import LAWS, UNREAL_ARRAYS, Algebra, Float64, Law, Native
 from onlinesoftmax.core import arrays as array_libraries
 from onlinesoftmax.core.accumulators import Argmax, PlainSum
@@ -123,13 +121,7 @@ def _float64(name: str) -> AbstractContextManager[Any]:
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.name)
 def test_law(law: Law, algebra: Algebra) -> None:
-    # Compiling for JAX and interpreting for Triton take time, which is no fault of the strategy.
-    @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
-    @given(law.cases(algebra.dtypes))
-    def holds(case: laws.Case) -> None:
-        law.check(algebra, case)
-
-    holds()
+    law.test(algebra)
 
 
 STATES = [name for name in ALGEBRAS if not name.startswith("triton")]

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
 
 import laws
 import onlinesoftmax as osm
@@ -33,13 +32,7 @@ STRATEGIES = [strategy for backend, strategy, _ in TABLE if backend == "cuda"]
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.name)
 @pytest.mark.parametrize("algebra", ALGEBRAS, ids=lambda algebra: algebra.name)
 def test_law(algebra: CudaAlgebra, law: laws.Law) -> None:
-    # The first example compiles.
-    @settings(max_examples=algebra.examples, suppress_health_check=[HealthCheck.too_slow])
-    @given(law.cases(algebra.dtypes))
-    def holds(case: laws.Case) -> None:
-        law.check(algebra, case)
-
-    holds()
+    law.test(algebra)
 
 
 def by(operation: str, strategy: str) -> Callable[..., torch.Tensor]:

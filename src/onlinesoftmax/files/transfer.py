@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,12 +134,8 @@ class Transfer:
     def _load(self, tile: Tile) -> Array:
         outer, axis, inner = tile.shape
         chunk = self.raw[: outer * axis * inner]
-        itemsize, view, start = chunk.itemsize, _bytes_of(chunk), 0
-        for first, elements in tile.runs(self.job.split):
-            stop = start + elements * itemsize
-            offset = self.job.source.offset + first * itemsize
-            read_into(self.ends.reader, offset, view[start:stop], self.ends.source)
-            start = stop
+        for offset, part in _parts(tile, self.job.split, chunk):
+            read_into(self.ends.reader, self.job.source.offset + offset, part, self.ends.source)
         if self.job.source.swapped:
             chunk.byteswap(inplace=True)
         self.count(chunk.nbytes)
@@ -149,12 +145,17 @@ class Transfer:
         chunk = self.arrays.narrow(result, self.job.target.dtype)
         if self.job.target.swapped:
             chunk = chunk.byteswap()
-        itemsize, view, start = chunk.itemsize, _bytes_of(chunk), 0
-        for first, elements in tile.runs(split):
-            stop = start + elements * itemsize
-            offset = self.job.target.offset + first * itemsize
-            write_from(self.ends.writer, offset, view[start:stop], self.ends.target)
-            start = stop
+        for offset, part in _parts(tile, split, chunk):
+            write_from(self.ends.writer, self.job.target.offset + offset, part, self.ends.target)
+
+
+def _parts(tile: Tile, split: Sizes, chunk: np.ndarray) -> Iterator[tuple[int, memoryview]]:
+    """(offset in the tensor, bytes) of each run of elements that are neighbours in a file."""
+    itemsize, view, start = chunk.itemsize, _bytes_of(chunk), 0
+    for first, elements in tile.runs(split):
+        stop = start + elements * itemsize
+        yield first * itemsize, view[start:stop]
+        start = stop
 
 
 def _bytes_of(chunk: np.ndarray) -> memoryview:

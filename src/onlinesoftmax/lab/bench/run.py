@@ -138,14 +138,17 @@ def with_times(result: Result, samples: Samples) -> tuple[Result, float]:
 
 
 def check_each(
-    case: Case, everybody: Sequence[Peer], check: Callable[[Peer], tuple[Result, Call]]
-) -> tuple[list[Result], dict[str, Call]]:
+    case: Case, everybody: Sequence[Peer], check: Callable[[Peer], tuple[Result, Call]],
+    agreed: Callable[[Any], Any] = lambda result: result, plan_of: Callable[[Peer], Plan | None] = lambda _: None,
+) -> tuple[list[Result], dict[str, Call]]:  # fmt: skip
     """The results before any time, one per library, and the calls of those that are right, by name.
 
     Args:
         case: The case.
         everybody: The libraries.
         check: Function that returns the result of a library, and its call.
+        agreed: Function that makes one result of those of several processes.
+        plan_of: Function that returns the plan of a library that has raised an error.
     """
     results, calls = [], dict[str, Call]()
     for peer in everybody:
@@ -155,10 +158,9 @@ def check_each(
         try:
             result, call = check(peer)
         except Exception as error:  # whatever another library raises is its refusal, not our crash
-            results.append(refusal(peer, None, error))
-            continue
-        results.append(result)
-        if result.status == "ok":
+            result = refusal(peer, plan_of(peer), error)
+        results.append(agreed(result))
+        if results[-1].status == "ok":
             calls[peer.name] = call
     return results, calls
 
@@ -169,25 +171,19 @@ def check_all(
     """Check every library before any time is taken; `agreed` makes one result of those of several processes."""
     checked, device = Checked(), inputs[0].device
     for_ours, for_others = _judges(case, inputs, ours_of(everybody, device))
-    for peer in everybody:
-        if reason := peer.supports(case):
-            checked.results.append(Result(peer.name, "refused", reason))
-            continue
-        plan, calls = None, {}
-        try:
-            if isinstance(peer, Ours):
-                checked.ours = planned(case, inputs, peer)
-                plan = checked.ours.plan
-            found = [judge.of(peer, plan) for judge in (for_ours if peer.ours else for_others)]
-            # The case itself comes last: its function is the one that is timed.
-            result, calls[peer.name] = next((each for each in found if each[0].failed), found[-1])
-            if not result.failed:
-                result = replace(result, **peer.facts(case, calls[peer.name], device))
-        except Exception as error:  # whatever another library raises is its refusal, not our crash
-            result = refusal(peer, plan, error)
-        checked.results.append(agreed(result))
-        if checked.results[-1].status == "ok":
-            checked.calls |= calls
+
+    def plan_of(peer: Peer) -> Plan | None:
+        return checked.ours.plan if isinstance(peer, Ours) and checked.ours else None
+
+    def check(peer: Peer) -> tuple[Result, Call]:
+        if isinstance(peer, Ours):
+            checked.ours = planned(case, inputs, peer)
+        found = [judge.of(peer, plan_of(peer)) for judge in (for_ours if peer.ours else for_others)]
+        # The case itself comes last: its function is the one that is timed.
+        result, call = next((each for each in found if each[0].failed), found[-1])
+        return result if result.failed else replace(result, **peer.facts(case, call, device)), call
+
+    checked.results, checked.calls = check_each(case, everybody, check, agreed, plan_of)
     return checked
 
 
