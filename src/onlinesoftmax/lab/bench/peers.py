@@ -28,6 +28,7 @@ class Peer:
         in_torch: True where PyTorch's allocator gives the memory of a call.
         ours: True for our library, whose results may be no further off than the framework's own.
         overwrites: Names of the operations whose call with a gradient overwrites the input.
+        operations: Names of the operations that it has; empty for all.
         device_type: "cuda" or "cpu", where the comparison runs.
     """
 
@@ -36,6 +37,7 @@ class Peer:
     module = "torch"
     flushes, in_torch, ours = 1, True, False
     overwrites: tuple[str, ...] = ()
+    operations: tuple[str, ...] = ()
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type
@@ -46,7 +48,7 @@ class Peer:
 
     def supports(self, case: Case) -> str | None:
         """The reason why the case is not given to the library; None when it is.  The library may still raise."""
-        return None
+        return f"has no {case.operation}" if self.operations and case.operation not in self.operations else None
 
     def takes(self, case: Case, inputs: Inputs) -> Inputs:
         """The tensors as the library takes them.  PyTorch, and others like it, keep results as they rounded them."""
@@ -243,13 +245,7 @@ def first_line(error: BaseException) -> str:
 
 
 class ForGpus(Peer):
-    """A library with functions over the last dimension for NVIDIA GPUs.
-
-    Attributes:
-        operations: Names of the operations that it has.
-    """
-
-    operations: tuple[str, ...]
+    """A library with functions over the last dimension for NVIDIA GPUs."""
 
     def why_absent(self) -> str | None:
         """The library is not installed or cannot be imported, or there is no GPU."""
@@ -265,11 +261,9 @@ class ForGpus(Peer):
 
     def supports(self, case: Case) -> str | None:
         """Only its own operations over the last dimension, without score options."""
-        if case.operation not in self.operations:
-            return f"has no {case.operation}"
         if case.fused:
-            return f"has no {' or '.join(case.fused)}"
-        return None if case.dim == len(case.shape) - 1 else "takes only the last dimension"
+            return super().supports(case) or f"has no {' or '.join(case.fused)}"
+        return super().supports(case) or (None if case.dim == len(case.shape) - 1 else "takes only the last dimension")
 
     def prepare(self, case: Case) -> Function:
         """Its public function, with autograd where the case has a gradient; or its gradient alone."""
@@ -290,9 +284,8 @@ class Liger(ForGpus):
 
     def supports(self, case: Case) -> str | None:
         """Losses of two dimensions."""
-        if reason := super().supports(case):
-            return reason
-        return "takes only two dimensions" if case.reduction and len(case.shape) != 2 else None
+        flat = not case.reduction or len(case.shape) == 2
+        return super().supports(case) or (None if flat else "takes only two dimensions")
 
     def function(self, case: Case) -> Function:
         """The autograd functions that it offers, a loss without the results beside it; the function of backward."""

@@ -144,17 +144,13 @@ class CompiledHead(TorchHead):
 class TorchLinear(Peer):
     """PyTorch's own function, which has chunks of tokens."""
 
-    name, distribution = "torch-linear", "torch"
+    name, distribution, operations = "torch-linear", "torch", (LOSS,)
 
     def why_absent(self) -> str | None:
         """Older PyTorch has no such function."""
         from torch.nn import functional
 
         return None if hasattr(functional, LOSS) else f"torch.nn.functional has no {LOSS} here"
-
-    def supports(self, case: Case) -> str | None:
-        """The loss alone."""
-        return None if case.operation == LOSS else f"has no {case.operation}"
 
     def prepare(self, case: Case) -> Function:
         """`torch.nn.functional.linear_cross_entropy` as it is."""
@@ -166,11 +162,7 @@ class TorchLinear(Peer):
 class Checkpointed(Peer):
     """PyTorch's operations on chunks of tokens, whose float32 logits the backward pass makes again."""
 
-    name = "torch-chunks"
-
-    def supports(self, case: Case) -> str | None:
-        """Log-probabilities alone."""
-        return None if case.operation == TOKENS else f"has no {case.operation}"
+    name, operations = "torch-chunks", (TOKENS,)
 
     def prepare(self, case: Case) -> Function:
         """Chunks under `torch.utils.checkpoint`."""
@@ -191,10 +183,6 @@ class _Library(ForGpus):
     """A library for NVIDIA GPUs with a fused linear cross-entropy."""
 
     operations = (LOSS,)
-
-    def supports(self, case: Case) -> str | None:
-        """The loss alone."""
-        return None if case.operation in self.operations else f"has no {case.operation}"
 
     def prepare(self, case: Case) -> Function:
         """Its public function."""
