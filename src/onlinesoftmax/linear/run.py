@@ -168,15 +168,15 @@ def _traced_losses(call: LossCall, weight: Tensor | None, stats: bool) -> tuple[
 
     The gradient of a mean over many tokens is too small for float16, so there it waits for the factor of a scaler.
     """
-    head, loss, factor, _, memory, sum_dtype = call
+    head, loss, factor = call.head, call.loss, call.factor
     each, target = loss.reduction == "none", head.target
     known = not each and head.input.dtype != torch.float16
     if not known and not needs_whole_rows(loss, target, weight, stats):
-        y, found = loss_of(_traced_statistics(head, loss.options, memory), target, loss) * factor, ()
+        y, found = loss_of(_traced_statistics(head, loss.options, call.memory), target, loss) * factor, ()
         return y if each else y.sum(), found
     loss = with_constants(loss) if torch.compiler.is_dynamo_compiling() else loss
-    scale, options = _scale_and_options(head, loss.options, memory)
-    numbers = loss.ignore_index, loss.smoothing, loss.z_loss, stats, sum_dtype
+    scale, options = _scale_and_options(head, loss.options, call.memory)
+    numbers = loss.ignore_index, loss.smoothing, loss.z_loss, stats, call.sum_dtype
     y, *found = _operators().linear_cross_entropy(
         head.input, head.weight, head.bias, target, scale, weight, factor if known else None, *numbers, *options
     )
