@@ -62,6 +62,10 @@ class Call(NamedTuple):
         """The score options, at their defaults where none is given."""
         return self.options or PLAIN
 
+    def with_settings(self, **values: Any) -> Call:
+        """The call with other settings."""
+        return self._replace(settings=self.settings._replace(**values))
+
     def with_operands(self, **more: Any) -> Call:
         """The call with more operands besides the input and the score options."""
         return self._replace(beside={**self.beside, **more})

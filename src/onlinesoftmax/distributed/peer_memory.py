@@ -130,7 +130,7 @@ def losses_of_chunk(
     named |= {} if factor is None else {"dy": factor}
     call = call_of(CROSS_ENTROPY, Shard.of(signature, operands, None), named, columns)
     # The losses are added up in float32, so they need its accuracy.
-    call = call._replace(settings=call.settings._replace(dtype=signature.result))
+    call = call.with_settings(dtype=signature.result)
     if factor is None:
         return outputs_of(call, ("loss",))[0], None
     rows, dz = outputs_of(call._replace(beside={**call.beside, "y": operands.x}), ("loss", "y"))

@@ -307,9 +307,8 @@ class Transformed(Recorded):
         lone = x.dim() == 1
         x = x.unsqueeze(1) if lone else x
         others = [_batch_first(t, dim, x.dim()) for t, dim in zip(others, dims, strict=True)]
-        settings = recording.call.settings
-        settings = settings._replace(dim=settings.dim % (x.dim() - 1) + 1)
-        y = Transformed.apply(recording._replace(call=recording.call._replace(settings=settings)), x, *others)
+        call = recording.call.with_settings(dim=recording.call.settings.dim % (x.dim() - 1) + 1)
+        y = Transformed.apply(recording._replace(call=call), x, *others)
         return (y.reshape(info.batch_size) if lone else y), 0
 
 

@@ -103,8 +103,7 @@ def scalar_output(call: Call, loss: Loss, with_gradient: bool) -> str:
 
 def by_cuda(call: Call) -> Call:
     """The same call with CUDA as its backend, because no other can write a scalar."""
-    settings = call.settings
-    return call._replace(settings=settings._replace(choice=settings.choice._replace(backend="cuda")))
+    return call.with_settings(choice=call.settings.choice._replace(backend="cuda"))
 
 
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:

@@ -210,7 +210,7 @@ def with_autocast(call: Call) -> Call:
     if settings.dtype is not None or not autocasts(x):
         return call
     find = _autocast_dtype if _is_traced(x) else _known_autocast_dtype
-    return call._replace(settings=settings._replace(dtype=find(call.operation, x.dtype, x.device.type)))
+    return call.with_settings(dtype=find(call.operation, x.dtype, x.device.type))
 
 
 def _autocast_dtype(operation: Operation, dtype: torch.dtype, device_type: str) -> torch.dtype:
