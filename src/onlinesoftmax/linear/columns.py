@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.options import ScoreOptions
+from ..torch.autograd import has_saved_tensor_hooks
 from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import is_class
 from .arguments import check_gradients
@@ -247,8 +248,10 @@ class LogProbabilities(torch.autograd.Function):
     ) -> Any:  # fmt: skip
         ctx.way = Way(plan, options, sharing)
         found, logits = statistics_of(ctx.way, (x, weight, bias), target)
-        ctx.logits = logits if plan.name == "stored" and any(ctx.needs_input_grad) else None
-        ctx.save_for_backward(x, weight, bias, target, *found)
+        kept = logits if plan.name == "stored" and any(ctx.needs_input_grad) else None
+        # Backward writes over the logits that it has alone; hooks, as those of a checkpoint, get them as saved tensors.
+        ctx.logits, ctx.hooked = (None, True) if has_saved_tensor_hooks() else (kept, False)
+        ctx.save_for_backward(x, weight, bias, target, *found, kept if ctx.hooked else None)
         ctx.set_materialize_grads(False)
         # The caller may change the results in place; what is saved must stay.
         return found.logprob.clone(), found.entropy.clone(), found.lse.to(found.logprob.dtype, copy=True)
@@ -259,8 +262,8 @@ class LogProbabilities(torch.autograd.Function):
         nothing = (None,) * 4
         if all(dy is None for dy in dys):
             return (None, None, None, *nothing)
-        x, weight, bias, target, *known = ctx.saved_tensors
-        logits, ctx.logits = ctx.logits, None
+        x, weight, bias, target, *known, saved = ctx.saved_tensors
+        logits, ctx.logits, ctx.hooked = saved if ctx.hooked else ctx.logits, None, False
         wanted: Any = ctx.needs_input_grad[:3]
         found = gradients_of(ctx.way, (x, weight, bias), target, Statistics(*known), dys, wanted, logits)
         return (*found, *nothing)

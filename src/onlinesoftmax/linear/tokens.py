@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from ..torch.autograd import keeps_graph
+from ..torch.autograd import has_saved_tensor_hooks, keeps_graph
 from ..torch.formulas import accumulator_of
 from ..torch.small_kernels import scale_gradient
 from .arguments import check_gradients
@@ -148,6 +148,10 @@ class KnownFactor(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, work: Work) -> Any:
         wanted: Any = ctx.needs_input_grad[:3]
         outputs, ctx.gradients = run(work, x, weight, bias, factor if work.recorded else None, wanted)
+        ctx.hooked = has_saved_tensor_hooks()
+        if ctx.hooked:
+            ctx.save_for_backward(*ctx.gradients)
+            ctx.gradients = None
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(*outputs)
         ctx.set_materialize_grads(False)
@@ -158,7 +162,7 @@ class KnownFactor(torch.autograd.Function):
         check_gradients(dy)
         if dy is None:
             return (None,) * 5
-        gradients, keeps = ctx.gradients, keeps_graph()
+        gradients, keeps = ctx.saved_tensors if ctx.hooked else ctx.gradients, keeps_graph()
         if gradients is None:
             raise RuntimeError("an earlier backward pass has taken the gradients: give it retain_graph=True")
         if not keeps:

@@ -125,6 +125,11 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 """True in a backward pass after which another may follow: with `retain_graph` or `create_graph`."""
 
 
+def has_saved_tensor_hooks() -> bool:
+    """True inside a checkpoint, save_on_cpu and other hooks, which are given the tensors that wait for backward."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 class Recorded(torch.autograd.Function):
     """The results of a call, recorded by autograd."""
 
