@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -85,22 +87,34 @@ def test_python_prints_the_output_shown(page: str) -> None:
         assert printed.getvalue() == shown, code
 
 
+RUN = """
+import json, sys
+from typer.testing import CliRunner
+from onlinesoftmax.cli import build
+print(json.dumps([CliRunner().invoke(build(), words).output for words in json.loads(sys.argv[1])]))
+"""
+
+
 @pytest.mark.early
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands on the pages are for bash")
 @pytest.mark.parametrize("page", ["plans", "compiler"])
 def test_commands_print_the_output_shown(page: str) -> None:
+    """One process runs all commands of a page, and bash what follows in their pipes."""
     pytest.importorskip("typer", reason="the command line needs typer")
     blocks = CONSOLE.findall(text_of(page))
-    assert blocks
+    commands = [one for block in blocks for one in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)]
+    assert commands
     # The pages describe ordinary use, without Triton's interpreter, which compiles nothing.
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "utf-8", "LC_ALL": "C"}
-    script = f'onlinesoftmax() {{ "{sys.executable}" -m onlinesoftmax "$@"; }}\n'
-    for block in blocks:
-        for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
-            run = ["bash", "-c", script + command]
-            done = subprocess.run(run, env=env, capture_output=True, encoding="utf-8", check=False)
-            assert done.stdout + done.stderr == shown, command
+    words = [shlex.split(command.partition(" | ")[0]) for command, _ in commands]
+    assert all(name == "onlinesoftmax" for name, *_ in words)
+    run = [sys.executable, "-c", RUN, json.dumps([arguments for _, *arguments in words])]
+    printed = json.loads(subprocess.run(run, env=env, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout)
+    for (command, shown), output in zip(commands, printed, strict=True):
+        piped = ["bash", "-c", f"onlinesoftmax() {{ cat; }}\n{command}"]
+        done = subprocess.run(piped, env=env, input=output, capture_output=True, encoding="utf-8", check=False)
+        assert done.stdout + done.stderr == shown, command
 
 
 def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path) -> None:
