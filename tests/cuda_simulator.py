@@ -106,15 +106,11 @@ REPLACED = {
         "inline void multiply(unsigned& low, unsigned& high, unsigned a, unsigned b)": (
             "{ const uint64 both = uint64(a) * b; low = unsigned(both), high = unsigned(both >> 32); }"
         ),
-    },
-    "scores": {"inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.18e-38f ? 0 : z; }"},
-    "race": {
         "inline float log_of_two(float y)": "{ return logf(y) * 1.44269504f; }",
         "inline float reciprocal(float y)": "{ return 1 / y; }",
-    },
-    "unfiltered": {
         "inline uint64 look_shared(const uint64* from)": "{ return look(from); }",
     },
+    "scores": {"inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.18e-38f ? 0 : z; }"},
     "exchange": {"inline void prefetch(const void* at)": "{}"},
     "processes": {
         "inline uint64 now()": "{ return 0; }",

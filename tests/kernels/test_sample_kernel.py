@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 
 import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
-from onlinesoftmax.core.device import KNOWN
+from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, unfiltered
 
@@ -27,7 +28,7 @@ EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
 def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, unfiltered.is_aligned(x))
+    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, 512, 2, unfiltered.is_aligned(x))
     dtypes = dict.fromkeys(("seed", "offset", "top_k", "token", "kept", "top_tokens"), torch.int64)
     dtypes |= {"top_p": torch.float64, "min_p": torch.float64}
     tensors = {
@@ -114,8 +115,15 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 8), ("sm_100", 8)])
 def test_the_kernel_compiles(arch: str, cluster: int) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, True)), arch)
+    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, 512, 1, True)), arch)
     assert not compile.usage(log)["spills"]
+
+
+def test_the_loop_of_many_rows_keeps_its_numbers_in_registers() -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
+    _, log, _ = compile.build(source.source(source.Shape("float32", 1, 512, 2, True)), "sm_90")
+    loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
+    assert loops == ["0", "0"]
 
 
 @pytest.mark.parametrize(
@@ -141,13 +149,17 @@ def test_a_list_that_overflows_does_not_hide_the_rest_of_the_slice(folder: Path)
 
 def test_few_rows_have_many_blocks() -> None:
     hopper, ampere, ada = (KNOWN[name] for name in ("h100", "a100", "l4"))
-    few, many = (source.cluster_of(rows, 128256, hopper) for rows in (1, 1024))
-    assert few is not None
-    assert many is not None
-    assert few > many
-    assert source.cluster_of(1, 1 << 20, ampere) == source.cluster_of(1, 100, ada) == 1
-    assert source.cluster_of(1, 100, replace(ada, shared_memory=48 << 10)) is None
-    assert source.cluster_of(1 << 31, 100, hopper) is None
+
+    def cut(rows: int, cols: int, device: Device) -> tuple[int, int, int]:
+        shape = source.shape_of(rows, cols, "float32", True, device)
+        assert shape is not None
+        return shape.cluster, shape.threads, shape.resident
+
+    assert cut(1, 128256, hopper) > cut(64, 128256, hopper) == (2, 512, 1) > cut(1024, 128256, hopper) == (1, 512, 2)
+    assert cut(1, 1 << 20, ampere) == (1, 512, 1)
+    assert cut(1, 100, ada) == (1, 256, 1)
+    assert source.shape_of(1, 100, "float32", True, replace(ada, shared_memory=48 << 10)) is None
+    assert source.shape_of(1 << 31, 100, "float32", True, hopper) is None
 
 
 @pytest.mark.gpu

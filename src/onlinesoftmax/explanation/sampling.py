@@ -10,7 +10,7 @@ from ..core.task import ITEMSIZE
 from ..core.units import duration, size
 from ..kernels import registry
 from ..sampling.kernels.choice import is_unfiltered, refusal
-from ..sampling.kernels.source import MOST_TOP, THREADS, cluster_of
+from ..sampling.kernels.source import MOST_TOP, shape_of
 from .rows import described, sizes_of
 
 SAMPLE = "sample"
@@ -222,16 +222,16 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
         return reason
     if is_unfiltered(bool(filters), top):
         # It imports CUDA's launches.
-        from ..sampling.kernels.unfiltered import shape_of
+        from ..sampling.kernels import unfiltered
 
-        shape = shape_of(rows, tokens, problem.dtype, True, False, device)
+        shape = unfiltered.shape_of(rows, tokens, problem.dtype, True, False, device)
         return Kernel(UNFILTERED, shape.cluster, shape.threads, "one read of the logits, of which nothing is held")
     if top > MOST_TOP:
         return f"a kernel lists at most {MOST_TOP} tokens"
-    blocks = cluster_of(rows, tokens, device)
-    if blocks is None:
+    filtered = shape_of(rows, tokens, problem.dtype, True, device)
+    if filtered is None:
         return f"the blocks of a row need more shared memory than those of {device.name} have"
     # Without top_k all tokens may be kept, so masses are added up when a bound of the threshold is known.
     again = filters and "top_k" not in filters
     reads = "two reads of the logits, the second from the L2 cache" if again else "one read of the logits"
-    return Kernel(FILTERED, blocks, THREADS, f"it lists the largest tokens, in {reads}")
+    return Kernel(FILTERED, filtered.cluster, filtered.threads, f"it lists the largest tokens, in {reads}")

@@ -3,11 +3,8 @@
 // A block inserts the tokens of its slice that reach a threshold, which no more than the wanted number of tokens are
 // above.  A list that grows too long is cut to the wanted number of tokens, which raises the threshold.
 
-// Tokens of a thread that are read together, and of a block.
-constexpr int EACH = VECTOR < 8 ? 8 / VECTOR : 1, TILE = THREADS * VECTOR * EACH;
-
-// Keys of a list before a tile is inserted, and with it.
-static_assert(CAPACITY == FEW + TILE, "room for one tile");
+// Threads look every second tile whether the list is too long.
+static_assert(CAPACITY == FEW + 2 * TILE, "room for two tiles");
 
 // Shared by the threads of a block.
 struct Board {
@@ -15,27 +12,59 @@ struct Board {
     float threshold;         // no token below it is inserted
     unsigned peak, trough;   // words of the largest score so far, and of the least of the first tile, inverted
     unsigned counts[2];      // keys in other lists
+    unsigned of_warps[2][WARPS];
 };
 
-// A number that at least n score words of a list reach, and at most half as many more if possible.  All are between
-// `least` and `most`.
-__device__ inline unsigned reached(const uint64* list, int count, int n, unsigned least, unsigned most) {
-    unsigned bit = 1u << 31;
-    while (bit && !((least ^ most) & bit)) bit /= 2;
-    unsigned found = bit ? most & ~(2 * bit - 1) : most;   // the leading bits that all have
+// A number that those of at least n lanes reach: lanes with equal numbers count once.
+__device__ inline unsigned reached_by_lanes(unsigned own, int n) {
+    unsigned found = 0;
 #pragma unroll 1
-    for (; bit; bit /= 2) {
-        const unsigned tried = found | bit;
-        int sum = 0;
-#pragma unroll 1
-        for (int first = 0; first < count; first += THREADS) {
-            const int i = first + threadIdx.x;
-            sum += __syncthreads_count(i < count && unsigned(list[i] >> 32) >= tried);
-        }
-        if (sum >= n) found = tried;
-        if (sum >= n && sum <= n + n / 2) break;
+    for (; n; --n) {
+        found = __reduce_max_sync(~0u, own);
+        own = own == found ? 0 : own;
     }
     return found;
+}
+
+// A number that those of at least n threads reach, and hardly more: each warp gives its `each` largest one.
+__device__ inline unsigned reached(unsigned own, int n, unsigned* of_warps) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = (n + WARPS * 3 / 4 - 1) / (WARPS * 3 / 4);
+    if (each > 32) return 0;
+    own = reached_by_lanes(own, each);
+    if (lane == 0) of_warps[warp] = own;
+    __syncthreads();
+    return reached_by_lanes(lane < WARPS ? of_warps[lane] : 0, (n + each - 1) / each);
+}
+
+// The score words of a list, from the largest down, at which a running sum of weights reaches a goal: they are from
+// `low` to `high`, and weigh `own`; what is above them weighs `above`.
+struct Range { unsigned low, high; uint64 above, own; };
+
+// Narrows the range, which has the goal, to one of equal parts: weight(key) is added up in numbers of type T.
+template <class T, class Weight>
+__device__ inline void narrow(Range& range, Slice& slice, const uint64* list, int count, uint64 goal, Weight weight) {
+    const int thread = threadIdx.x;
+    T* const bins = reinterpret_cast<T*>(slice.exchange->bins);
+    uint64* const found = slice.exchange->found;
+    int shift = 0;
+    while ((range.high - range.low) >> shift >= THREADS) ++shift;
+    bins[thread] = 0;
+    __syncthreads();
+#pragma unroll 1
+    for (int i = thread; i < count; i += THREADS) {
+        const unsigned word = unsigned(list[i] >> 32);
+        if (word >= range.low && word <= range.high) atomicAdd(&bins[(range.high - word) >> shift], weight(list[i]));
+    }
+    __syncthreads();
+    const T own = bins[thread];
+    T total;
+    const uint64 above = range.above + slice.scan(own, total);
+    if (above < goal && (above + own >= goal || thread == THREADS - 1)) found[0] = thread, found[1] = above, found[2] = own;
+    __syncthreads();
+    const unsigned size = (1u << shift) - 1;
+    range.high -= unsigned(found[0]) << shift;
+    range.low = range.high - range.low > size ? range.high - size : range.low;
+    range.above = found[1], range.own = found[2];
 }
 
 // Removes the keys from a list whose score words are below `least`.
@@ -52,13 +81,15 @@ __device__ inline void compact(uint64* list, unsigned least, Board* board) {
     __syncthreads();
 }
 
-// Cuts a list to its n largest keys and some more, of which the largest has the score word `most`.  Returns how many
-// keys are left: after the last barrier, other threads may insert keys.
-__device__ __noinline__ int cut(uint64* list, int n, unsigned most, Board* board) {
-    const unsigned least = reached(list, board->count, n, word_of(board->threshold), most);
-    compact(list, least, board);
+// Cuts a list, in which n or more keys reach the threshold, to its n largest keys and a few more; `most` is the score
+// word of the largest.  Returns how many keys are left: after the last barrier, other threads may insert keys.
+__device__ __noinline__ int cut(uint64* list, int n, unsigned most, Slice slice, Board* board) {
+    Range range{word_of(board->threshold), most, 0, 0};
+    do narrow<unsigned>(range, slice, list, board->count, n, [](uint64) { return 1u; });
+    while (range.low < range.high && range.above + range.own > n + max(n / 4, 14));
+    compact(list, range.low, board);
     const int count = int(board->count);
-    if (threadIdx.x == 0) board->threshold = fmax(finite_score(least), board->threshold);
+    if (threadIdx.x == 0) board->threshold = fmax(finite_score(range.low), board->threshold);
     __syncthreads();
     return count;
 }

@@ -29,16 +29,15 @@ struct Row {
     __device__ inline uint64 with_ties(uint64 its) const { return first ? its : its >> 32 << 32; }
 };
 
-// What was sampled: masses of the kept tokens, and of all at the temperature 1; how many are kept; the largest sum of
-// score and noise, in the order of integers, and the sort key of its token.
-struct Outcome { uint64 mass, raw, kept, sum, winner; };
+// What was sampled: masses of the kept tokens, and of all at the temperature 1; how many are kept; the sort key of the
+// winner.
+struct Outcome { uint64 mass, raw, kept, winner; };
 
 // What is kept of a row and what was sampled, in shared memory.
 struct Result { Kept kept; Outcome outcome; };
 
-__device__ inline void merge_outcomes(uint64 (&to)[5], const uint64* other) {
-    to[0] += other[0], to[1] += other[1], to[2] += other[2];
-    if (other[3] > to[3] || (other[3] == to[3] && unsigned(other[4]) > unsigned(to[4]))) to[3] = other[3], to[4] = other[4];
+__device__ inline void merge_best(uint64 (&to)[2], const uint64* other) {
+    if (other[0] > to[0] || (other[0] == to[0] && unsigned(other[1]) > unsigned(to[1]))) to[0] = other[0], to[1] = other[1];
 }
 
 // The sum of score, less the largest, and noise.
@@ -52,41 +51,84 @@ __device__ inline double sum_of(const Row& row, uint64 key) {
 __device__ inline uint64 key_at_mass(
     const Row& row, Slice& slice, const uint64* list, int count, Kept kept, uint64 before, uint64 goal
 ) {
+    uint64 own = 0, above = 0, sum = before;
+    const auto add = [&](int i) {
+        own = i < count && row.keeps(list[i], kept) ? row.mass(list[i]) : 0;
+        uint64 total;
+        above = sum + slice.scan(own, total), sum += total;
+    };
+    const auto look = [&](int i) { if (above < goal && above + own >= goal) slice.exchange->found[0] = list[i]; };
+    if (!goal) {
 #pragma unroll 1
-    for (bool again = true; again;) {
-        again = !goal;
-        uint64 sum = before;
-#pragma unroll 1
-        for (int first = 0; first < count; first += THREADS) {
-            const int i = first + threadIdx.x;
-            const uint64 own = i < count && row.keeps(list[i], kept) ? row.mass(list[i]) : 0;
-            uint64 total;
-            const uint64 above = sum + slice.scan(own, total);
-            if (above < goal && above + own >= goal) slice.exchange->found[0] = list[i];
-            sum += total;
-        }
-        if (again) goal = row.goal(sum);
+        for (int first = 0; first < count; first += THREADS) add(first + threadIdx.x);
+        goal = row.goal(sum), sum = before;
+        if (count <= THREADS) look(threadIdx.x), count = 0;   // each thread still has its key
     }
+#pragma unroll 1
+    for (int first = 0; first < count; first += THREADS) add(first + threadIdx.x), look(first + threadIdx.x);
     __syncthreads();
     return slice.exchange->found[0];
 }
 
-// The outcome of a row of which a sorted list has all tokens that top_k keeps; narrows what is kept.
-__device__ inline Outcome choose(const Row& row, Slice& slice, const uint64* list, int count, Kept& kept) {
-    if (row.greedy) return {uint64(1) << MASS_BITS, 0, 1, 0, list[0]};
-    if (row.k && row.k <= count) kept.key = row.with_ties(list[row.k - 1]);
-    if (row.top_p < 1) kept.key = max(kept.key, row.with_ties(key_at_mass(row, slice, list, count, kept, 0, 0)));
-    kept.least = row.least;
-    uint64 sums[5] = {0, 0, 0, 0, 0};
+// The masses and the number of the keys of a list that are kept, for each thread.
+struct Sum { uint64 mass, number; };
+__device__ inline Sum sum_kept(const Row& row, Slice& slice, const uint64* list, int count, Kept kept) {
+    uint64 sums[] = {0, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        if (row.keeps(list[i], kept)) sums[0] += row.mass(list[i]), ++sums[1];
+    slice.merge_threads(sums, [](uint64 (&to)[2], const uint64* other) { to[0] += other[0], to[1] += other[1]; });
+    return {sums[0], sums[1]};
+}
+
+// The winner of all threads of the block, for each of them.
+__device__ inline Winner winner_of_threads(Slice& slice, Winner own) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto& of_warps = slice.exchange->of_warps;
+    own = own.of_lanes();
+    if (lane == 0) of_warps[warp][0] = uint64(own.word) << 32 | own.second, of_warps[warp][1] = own.key;
+    __syncthreads();
+    const uint64* const words = of_warps[lane % WARPS];
+    // Each warp counts once.
+    own = lane < WARPS ? Winner{unsigned(words[0] >> 32), unsigned(words[0]), words[1]} : Winner{0, 0, 0};
+    own = own.of_lanes();
+    __syncthreads();   // before the words of warps are overwritten
+    return own;
+}
+
+// The token of a list that wins among those that are kept, with every rounding of the formula, for each thread.
+__device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const uint64* list, int count, Kept kept) {
     Best best{-INF, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        if (row.keeps(list[i], kept)) best.take(sum_of(row, list[i]), list[i]);
+    uint64 words[] = {ordered(best.sum), best.key};
+    slice.merge_threads(words, merge_best);
+    return words[1];
+}
+
+// The token of a list that wins among those that are kept, for each thread.
+__device__ inline Winner winner_of(const Row& row, Slice& slice, const uint64* list, int count, Kept kept) {
+    Winner own{0, 0, 0};
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += THREADS) {
         const uint64 key = list[i];
         if (!row.keeps(key, kept)) continue;
-        sums[0] += row.mass(key), ++sums[2];
-        best.take(sum_of(row, key), key);
+        const float noise = -log_of_two(exponential(bits_of(token_of(key), row.offset, row.seed)));
+        own.take(word_of(fma(below(score_of(key), row.m), row.rate, noise)), key);
     }
-    sums[3] = ordered(best.sum), sums[4] = best.key;
-    slice.merge_threads(sums, merge_outcomes);
-    return {sums[0], 0, sums[2], sums[3], sums[4]};
+    own = winner_of_threads(slice, own);
+    // Powers of a rate that is no normal number would be too rough.
+    if (own.word && !(own.certain() && row.rate > 1e-30f)) own.key = exact_winner(row, slice, list, count, kept);
+    return own;
+}
+
+// The outcome of a row of which a sorted list has all tokens that top_k keeps; narrows what is kept.
+__device__ inline Outcome choose(const Row& row, Slice& slice, const uint64* list, int count, Kept& kept) {
+    if (row.greedy) return {uint64(1) << MASS_BITS, 0, 1, list[0]};
+    if (row.k && row.k <= count) kept.key = row.with_ties(list[row.k - 1]);
+    if (row.top_p < 1) kept.key = max(kept.key, row.with_ties(key_at_mass(row, slice, list, count, kept, 0, 0)));
+    kept.least = row.least;
+    const Sum sum = sum_kept(row, slice, list, count, kept);
+    return {sum.mass, 0, sum.number, winner_of(row, slice, list, count, kept).key};
 }

@@ -14,7 +14,7 @@ from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered
 from .choice import is_unfiltered, refusal
-from .source import DYNAMIC_BYTES, MOST_TOP, NAME, NUMBERS, POINTERS, THREADS, Shape, cluster_of, slice_of, source
+from .source import MOST_TOP, NAME, NUMBERS, POINTERS, Shape, dynamic_bytes, shape_of, slice_of, source
 
 Tensor = torch.Tensor
 
@@ -34,10 +34,9 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     device = from_torch("cuda", index)
     if refusal(dtype, rows, scores.stride(1) == 1, device) or top > MOST_TOP:
         return None
-    cluster = cluster_of(rows, cols, device)
-    if cluster is None:
+    shape = shape_of(rows, cols, dtype, unfiltered.is_aligned(scores), device)
+    if shape is None:
         return None
-    shape, length = Shape(dtype, cluster, unfiltered.is_aligned(scores)), slice_of(cols, cluster)
 
     def new(*more: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *more, dtype=dtype, device=scores.device)
@@ -52,10 +51,10 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     call = pool.take(index)
     for i, name in enumerate(POINTERS):
         call.fields[i] = t.data_ptr() if (t := given.get(name)) is not None else 0
-    numbers = scores.stride(0), cols, length, parameters.first, raw, top
+    numbers = scores.stride(0), cols, slice_of(cols, shape.cluster), parameters.first, raw, top
     for i, number in enumerate(numbers, len(POINTERS)):
         call.fields[i] = number
-    call.config.grid[0] = rows * cluster
+    call.config.grid[0] = rows * shape.cluster
     call.config.stream = torch._C._cuda_getCurrentRawStream(index)
     # The default stream is that of the current device.
     on_device(driver.launch, scores.device)(call, index, "launching sample_kernel")
@@ -69,8 +68,9 @@ def _pool(shape: Shape, index: int) -> driver.ArgumentPool:
     """The arguments of launches."""
 
     def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(1, 1, THREADS, DYNAMIC_BYTES, shape.cluster, False)
-        kernel = loaded(source(shape), NAME, index, DYNAMIC_BYTES, shape.cluster)
+        dynamic = dynamic_bytes(shape.threads)
+        config = driver.launch_config(1, 1, shape.threads, dynamic, shape.cluster, False)
+        kernel = loaded(source(shape), NAME, index, dynamic, shape.cluster)
         return driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
 
     return driver.ArgumentPool(new_call)

@@ -4,13 +4,13 @@
 
 // Where threads and blocks leave words for each other.  With two buffers in turn, a block overwrites one only after a
 // barrier of the cluster that every block reaches after it has read it.
-constexpr int WORDS = 8, WARPS = THREADS / 32, BINS = 128;
+constexpr int WORDS = 8, WARPS = THREADS / 32, BINS = 128;   // BINS of search.cuh
 struct Exchange {
     uint64 of_warps[WARPS][WORDS];
     uint64 blocks[2][CLUSTER][WORDS];
-    uint64 bins[BINS];
+    uint64 bins[THREADS];
     uint64 bins_of_blocks[2][CLUSTER][BINS];
-    uint64 found[2];
+    uint64 found[3];
 };
 
 // Moves the line of this address to the L2 cache.

@@ -21,6 +21,28 @@ __device__ inline Words philox(unsigned block, uint64 offset, uint64 seed) {
     return {{a, b, c, d}};
 }
 
+// Fast functions of float32 numbers.
+__device__ inline float log_of_two(float y) {
+    float z; asm("lg2.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
+}
+__device__ inline float reciprocal(float y) {
+    float z; asm("rcp.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
+}
+
+// -log(u) for the uniform number u of random bits, with a relative error of 4e-6.
+__device__ inline float exponential(unsigned bits) {
+    const float above = fma(float(~bits), 0x1p-32f, 0x1p-33f), u = fma(float(bits), 0x1p-32f, 0x1p-33f);
+    const float series = above * fma(above, fma(above, fma(above, fma(above, 0.2f, 0.25f), 0.33333333f), 0.5f), 1.0f);
+    return above < 0.0625f ? series : -float(LOG_2) * log_of_two(u);
+}
+
+// log(sum * 2^n) with an error of 1e-7, in float32: the whole block would wait for a logarithm in float64.
+__device__ inline double log_of(double sum, int n) {
+    const int exponent = int(__double_as_longlong(sum) >> 52) - 1023;
+    const float fraction = float(sum * __longlong_as_double(int64(1023 - exponent) << 52));
+    return double(log(fraction)) + double(n + exponent) * LOG_2;
+}
+
 // One copy of the logarithm: instructions have to come from memory too.
 __device__ __noinline__ double natural_log(double x) { return log(x); }
 
@@ -29,10 +51,13 @@ __device__ inline double gumbel(unsigned bits) {
     return rounded(-natural_log(bound) * 16777216.0) * (1.0 / 16777216.0);
 }
 
-// Doubles in the order of integers.
+// Doubles in the order of integers, above 0; and the double of such an integer, -INF of 0.
 __device__ inline uint64 ordered(double x) {
     const uint64 bits = __double_as_longlong(x + 0.0);
     return int64(bits) < 0 ? ~bits : bits | uint64(1) << 63;
+}
+__device__ inline double number_of(uint64 ordered) {
+    return ordered ? __longlong_as_double(ordered >> 63 ? ordered ^ uint64(1) << 63 : ~ordered) : -INF;
 }
 
 // The token with the largest sum of score and noise so far; of equal sums, the lower token id.
@@ -57,6 +82,29 @@ __device__ __noinline__ double gumbel(unsigned token, uint64 offset, uint64 seed
     return gumbel(bits_of(token, offset, seed));
 }
 
+// The winner among tokens by float32 numbers: the base-2 logarithms of mass and noise together.
+struct Winner {
+    unsigned word, second;   // those of the largest and of the second one, as word_of has them; 0 for none
+    uint64 key;              // the sort key of the largest one's token
+
+    __device__ inline void take(unsigned its, uint64 its_key) {
+        second = max(second, min(word, its));
+        if (its > word) word = its, key = its_key;
+    }
+    // The winner of all lanes, for each of them.
+    __device__ inline Winner of_lanes() const {
+        const unsigned largest = __reduce_max_sync(~0u, word);
+        const unsigned token = __reduce_max_sync(~0u, word == largest ? unsigned(key) : 0u);
+        const bool wins = word == largest && unsigned(key) == token;
+        const unsigned score = __reduce_max_sync(~0u, wins ? unsigned(key >> 32) : 0u);
+        return {largest, __reduce_max_sync(~0u, wins ? second : word), uint64(score) << 32 | token};
+    }
+    // The errors of both numbers together are smaller than this, for tokens with a chance.
+    static constexpr float ERROR = 1e-4f;
+    __device__ inline float sum() const { return word ? score_of_word(word) : -INF; }
+    __device__ inline bool certain() const { return word && (!second || sum() - score_of_word(second) > ERROR); }
+};
+
 // The noise that a score z, less the largest, needs to reach a key, less a bound of the rounding errors.  All noise is
 // below NOISE_BOUND.
 constexpr float NOISE_BOUND = 23;
@@ -65,4 +113,11 @@ __device__ inline float missing_noise(float key, float z, float temperature) {
     const float bound = fmin(key, LARGEST_FLOAT32);
     const float missing = (bound - z) / temperature - (1e-3f + 1e-6f * (fabs(bound) + fabs(z)) / temperature);
     return missing == missing ? missing : -INF;
+}
+
+// Loads a word of shared memory that other threads may be changing.
+__device__ inline uint64 look_shared(const uint64* from) {
+    uint64 word;
+    asm volatile("ld.relaxed.cta.shared.b64 %0, [%1];" : "=l"(word) : "r"(unsigned(__cvta_generic_to_shared(from))));
+    return word;
 }

@@ -3,12 +3,6 @@
 // The key of a token is e / E: e is the power of its logit, E = -log(u) its noise.  It is in the order of the logit divided
 // by the temperature with Gumbel's noise, -log(E), and needs no logarithm where 1 - u, which is at most E, is too large.
 
-__device__ inline float log_of_two(float y) {
-    float z; asm("lg2.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
-}
-__device__ inline float reciprocal(float y) {
-    float z; asm("rcp.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
-}
 // A sum of 2^(z * rate), in units of 2^n.
 struct Powers {
     float rate, n;
@@ -46,10 +40,3 @@ __device__ inline float limit_of(uint64 key, float n) {
 }
 // Keys that differ by less, 6e-5 of e / E, are compared exactly: the error of e / E is up to 1e-5.
 constexpr uint64 CLOSE = 512;
-
-// -log(u) for the uniform number u of random bits, with a relative error of 4e-6.
-__device__ inline float exponential(unsigned bits) {
-    const float above = fma(float(~bits), 0x1p-32f, 0x1p-33f), u = fma(float(bits), 0x1p-32f, 0x1p-33f);
-    const float series = above * fma(above, fma(above, fma(above, fma(above, 0.2f, 0.25f), 0.33333333f), 0.5f), 1.0f);
-    return above < 0.0625f ? series : -float(LOG_2) * log_of_two(u);
-}

@@ -8,8 +8,11 @@
 // What is kept is what distribution.py keeps, bit for bit: masses are whole numbers, and every float32 operation behind
 // them is rounded by itself.  So the order of additions, and the cut of a row, do not matter.
 //
-// A list holds the tokens that top_k keeps, and those of the largest log-probabilities (candidates.cuh, choose.cuh);
-// by_mass.cuh adds the masses of rows without top_k; search.cuh takes the rows whose candidates do not fit the lists.
+// A list holds the tokens that top_k keeps, and those of the largest log-probabilities (candidates.cuh, choose.cuh).  Of
+// rows without top_k, the first read lists the tokens that may win, and by_mass.cuh adds the masses in the second one.
+// search.cuh takes the rows whose candidates do not fit the lists.
+//
+// A pass is a function of its own, so that its loop does not spill what the rest of the kernel holds in registers.
 
 struct Sampling {
     const X* x;
@@ -34,47 +37,119 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     row.k = k > 0 && k < p.cols ? k : 0, row.top_p = row.greedy ? 1 : top_p;
     row.divisor = row.greedy || !row.valid ? 1 : double(temperature);
     row.rate = fmin(float(LOG2_E / row.divisor), LARGEST_FLOAT32);
-    row.least = row.greedy || !p.min_p ? -INF : row.divisor * natural_log(fmin(fmax(min_p, 0.0), 1.0));
     row.by_mass = !row.greedy && !row.k;
     // Behind this distance, 2^32 tokens have less than 1 - top_p of the mass together.
-    row.span = row.by_mass ? float(row.divisor * (LOG_2 * 32 - natural_log(fmax(1 - row.top_p, 1e-9)))) : 0;
+    row.span = row.by_mass ? float(row.divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - row.top_p), 1e-9f))) : 0;
     const int64 wanted = max(p.top, row.greedy ? int64(1) : row.k);
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// The result of the first pass: whether the lists are complete, and the number of keys in those of all blocks and in those
-// of the blocks before this one.
-struct Seen { bool fits; uint64 count, offset; };
+// Reads the least score of a row that min_p keeps: another warp computes this logarithm meanwhile.
+__device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
+    const double divisor = p.temperature[at], min_p = p.min_p ? p.min_p[at] : 0;
+    row.least = divisor == 0 || !p.min_p ? -INF : divisor * natural_log(fmin(fmax(min_p, 0.0), 1.0));
+}
 
-// Reads the slice: lists the tokens that can be among the wanted ones, counts the scores, and finds the largest.
+// The result of the first pass: whether the lists are complete; the numbers of keys in the lists of all blocks, and in
+// those of the blocks before this one, for candidates and for rivals; the largest score of the first tiles.
+struct Seen { bool fits; uint64 count, offset, rivals, rivals_offset; float peak; };
+
+// Lines that are wanted later move into the L2 cache: more of them than fit the registers.
+constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
+static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
+
+// What a thread has seen of the slice: its largest score; whether there is NaN; whether the list is complete.
+struct Reading { float peak; bool bad, fits; };
+
+// Reads the tiles of a slice, of which the first one has come.  Of rows without top_k, it COUNTS the scores.
+template <bool COUNTS>
+__device__ __noinline__ Reading read_slice(
+    const Row& row, Slice slice, Spread spread, Rivals rivals, uint64* list, Board* board, float peak
+) {
+    const int thread = threadIdx.x, wanted = row.wanted;
+    Reading reading{peak, false, true};
+    Tiles tiles;
+    tiles.fetch(slice, 0);
+    bool crowded = false;
+    float own_threshold = -LARGEST_FLOAT32;
+#pragma unroll 1
+    for (int tile = 0, next = TILE, buffer = 1; tile < slice.count; tile += TILE) {
+        tiles.take(slice, tile), tiles.fetch(slice, tile + TILE);
+        if (wanted && tile == next) {
+            // So many threads have seen larger scores.
+            own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps[buffer]));
+            next *= 2, buffer ^= 1;
+        }
+        const int later = tile + AHEAD * TILE + thread * LINE;
+        if (thread < TILE / LINE && later < slice.count) prefetch(slice.x + later);
+        const float threshold = fmax(board->threshold, own_threshold);
+        unsigned hits = 0, above = 0, won = 0;
+#pragma unroll
+        for (int i = 0; i < OWN_TOKENS; ++i) {
+            const float x = tiles.score(i);
+            hits |= unsigned(!(x < threshold)) << i;   // a NaN too
+            reading.peak = fmax(reading.peak, x);
+            if (COUNTS) {
+                const float at = spread.position(x);
+                above |= unsigned(at < 1) << i;
+                spread.add(at);
+            }
+        }
+        if (COUNTS) won = rivals.among(tiles, unsigned(slice.begin + tile), row.seed, row.offset);
+        if (hits | above | won) {
+            unsigned at = hits ? atomicAdd(&board->count, unsigned(__popc(hits))) : 0;
+            crowded |= at + __popc(hits) > FEW;
+#pragma unroll 1
+            for (unsigned left = hits | above | won; left; left &= left - 1) {
+                const int i = __ffs(left) - 1, token = tile + Tiles::token(i);
+                if (token >= slice.count) continue;
+                const float x = wide(slice.x[token]);   // the registers cannot be indexed
+                const uint64 key = key_of(x, unsigned(slice.begin + token));
+                reading.bad |= x != x;
+                if (hits >> i & 1 && at < CAPACITY) list[at] = key;
+                at += hits >> i & 1;
+                if (COUNTS && above >> i & 1) {
+                    const unsigned place = atomicAdd(&board->counts[0], 1u);
+                    if (place < MOST_ABOVE) spread.above[place] = key;
+                }
+                if (COUNTS && won >> i & 1 && x > -INF) {
+                    const unsigned place = atomicAdd(&board->counts[1], 1u);
+                    if (place < MOST_RIVALS) rivals.list[place] = key;
+                }
+            }
+        }
+        // There is room for two tiles.
+        if (wanted && tile / TILE % 2 && __syncthreads_or(crowded)) {
+            crowded = false;
+            if (cut(list, wanted, ~0u, slice, board) > FEW) {
+                // Too many equal scores.  Nothing more is listed, but the rest of the slice may have the largest score,
+                // or NaN.
+                slice.each([&](float x, unsigned) { reading.peak = fmax(reading.peak, x), reading.bad |= x != x; });
+                reading.fits = false;
+                break;
+            }
+        }
+    }
+    return reading;
+}
+
+// Reads the slice: lists the tokens that can be among the wanted ones, and finds the largest score.  Of rows without top_k,
+// counts the scores, and lists the rivals.
 __device__ inline void first_pass(
-    const Sampling& p, Row& row, Slice& slice, Spread& spread, uint64* list, Board* board, Seen& seen
+    const Sampling& p, Row& row, Slice& slice, Spread& spread, Rivals& rivals, uint64* list, Board* board, Seen& seen
 ) {
     const int thread = threadIdx.x;
-    Chunk<X, VECTOR> now[EACH], next[EACH];
-    const auto place = [&](int i) { return (i * THREADS + thread) * VECTOR; };
-    const auto fetch = [&](int tile) {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) slice.fetch(next[i], tile + place(i));
-    };
-    const auto take = [&](int tile) {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) now[i] = next[i];
-        if (tile + TILE > slice.count)
-#pragma unroll
-            for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + place(i));
-    };
-    fetch(0);
-    // Lines that are wanted later move into the L2 cache: more of them than fit the registers.
-    constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
-    static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
+    Tiles tiles;
+    tiles.fetch(slice, 0);
     const int early = TILE + thread * LINE;
     if (early < min(AHEAD * TILE, slice.count)) prefetch(slice.x + early);
     if (thread == 0) {
-        board->count = 0, board->counts[0] = 0, board->peak = 0, board->trough = 0;
+        board->count = 0, board->peak = 0, board->trough = 0;
+        board->counts[0] = board->counts[1] = 0;
         prepare(p, blockIdx.x / CLUSTER, row);
         board->threshold = row.wanted ? -LARGEST_FLOAT32 : INF;
     }
+    if (thread == 32) prepare_least(p, blockIdx.x / CLUSTER, row);
 #pragma unroll 1
     for (int i = thread; i < SPREAD; i += THREADS) spread.counts[i] = 0;
     open_cluster(slice.exchange);
@@ -83,93 +158,68 @@ __device__ inline void first_pass(
 
     // A first threshold: in each block, wanted / CLUSTER of the threads have a token above it.
     float peak = -INF, trough = INF;
-    take(0);
-    fetch(TILE);
+    tiles.take(slice, 0);
 #pragma unroll
-    for (int i = 0; i < EACH * VECTOR; ++i) {
-        const float x = wide(now[i / VECTOR], i % VECTOR);
+    for (int i = 0; i < OWN_TOKENS; ++i) {
+        const float x = tiles.score(i);
         peak = fmax(peak, x), trough = fmin(trough, x > -INF ? x : INF);
     }
     raise(&board->peak, word_of(peak));
     if (counts) raise(&board->trough, ~word_of(trough));
-    const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, 20) : 0;
+    const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, board->of_warps[0]) : 0;
     __syncthreads();
-    uint64 sample[] = {uint64(~enough) << 32 | board->peak, board->trough};
-    if (CLUSTER > 1) {
-        unsigned least = 0, most = 0, trough = 0;
-        slice.share(sample, [&](const uint64* of_block, int) {
-            least = max(least, unsigned(of_block[0] >> 32)), most = max(most, unsigned(of_block[0]));
-            trough = max(trough, unsigned(of_block[1]));
-        });
-        sample[0] = uint64(least) << 32 | most, sample[1] = trough;
+    float of_block = score_of_word(board->peak), masses = 0;
+    if (counts) {
+        float own = 0;
+#pragma unroll
+        for (int i = 0; i < OWN_TOKENS; ++i) own += power_of_two((tiles.score(i) - of_block) * row.rate);
+        slice.scan(own, masses);
     }
-    if (counts) spread.set(score_of_word(unsigned(sample[0])), score_of_word(~unsigned(sample[1])), row.span);
+    uint64 sample[] = {uint64(~enough) << 32 | board->peak, uint64(board->trough) << 32 | __float_as_uint(masses)};
+    if (CLUSTER > 1) {
+        unsigned least = 0, trough = 0;
+        float sum = 0, largest = -INF;
+        slice.share(sample, [&](const uint64* words, int) {
+            least = max(least, unsigned(words[0] >> 32)), trough = max(trough, unsigned(words[1] >> 32));
+            const float its = score_of_word(unsigned(words[0])), most = fmax(largest, its);
+            if (most > -INF && counts)
+                sum = sum * power_of_two((largest - most) * row.rate)
+                    + __uint_as_float(unsigned(words[1])) * power_of_two((its - most) * row.rate);
+            largest = most;
+        });
+        sample[0] = uint64(least) << 32, sample[1] = uint64(trough) << 32;
+        of_block = largest, masses = sum;
+    }
+    if (counts) {
+        spread.set(of_block, score_of_word(~unsigned(sample[1] >> 32)), row.span);
+        // The masses of the row, and of those that top_p keeps; the largest token counts once.
+        const float more = fmax(float(p.cols) / (CLUSTER * TILE), 1.0f);
+        rivals.expect(of_block, row.rate, fmax((masses - 1) * more + 1, 1.0f) * fmax(float(row.top_p), 0.1f));
+    }
     if (thread == 0 && wanted) board->threshold = finite_score(~unsigned(sample[0] >> 32));
     __syncthreads();
 
-    bool bad = false, fits = true;
-#pragma unroll 1
-    for (int tile = 0; tile < slice.count; tile += TILE) {
-        if (tile) take(tile), fetch(tile + TILE);
-        const int later = tile + AHEAD * TILE + thread * LINE;
-        if (thread < TILE / LINE && later < slice.count) prefetch(slice.x + later);
-        const float threshold = board->threshold;
-        unsigned hits = 0, above = 0;
-#pragma unroll
-        for (int i = 0; i < EACH * VECTOR; ++i) {
-            const float x = wide(now[i / VECTOR], i % VECTOR);
-            hits |= unsigned(!(x < threshold)) << i;   // a NaN too
-            peak = fmax(peak, x);
-        }
-        if (counts) {
-#pragma unroll
-            for (int i = 0; i < EACH * VECTOR; ++i) {
-                const float at = spread.position(wide(now[i / VECTOR], i % VECTOR));
-                above |= unsigned(at < 1) << i;
-                spread.add(at);
-            }
-        }
-        bool crowded = false;
-        if (hits | above) {
-            unsigned at = hits ? atomicAdd(&board->count, unsigned(__popc(hits))) : 0;
-            crowded = at + __popc(hits) > FEW;
-#pragma unroll 1
-            for (unsigned left = hits | above; left; left &= left - 1) {
-                const int i = __ffs(left) - 1, token = tile + place(i / VECTOR) + i % VECTOR;
-                const float x = wide(slice.x[token]);   // the registers cannot be indexed
-                const uint64 key = key_of(x, unsigned(slice.begin + token));
-                bad |= x != x;
-                if (hits >> i & 1 && at < CAPACITY) list[at] = key;
-                at += hits >> i & 1;
-                if (above >> i & 1) {
-                    const unsigned place = atomicAdd(&board->counts[0], 1u);
-                    if (place < MOST_ABOVE) spread.above[place] = key;
-                }
-            }
-        }
-        if (wanted && __syncthreads_or(crowded) && cut(list, wanted, word_of(INF), board) > FEW) {
-            // Too many equal scores.  Nothing more is listed, but the rest of the slice may have the largest score, or NaN.
-            slice.each([&](float x, unsigned) { peak = fmax(peak, x), bad |= x != x; });
-            fits = false;
-            break;
-        }
-    }
-    raise(&board->peak, word_of(peak));
-    bad = __syncthreads_or(bad);
+    const Reading reading = counts ? read_slice<true>(row, slice, spread, rivals, list, board, peak)
+        : read_slice<false>(row, slice, spread, rivals, list, board, peak);
+    raise(&board->peak, word_of(reading.peak));
+    const bool bad = __syncthreads_or(reading.bad), fits = reading.fits;
     // Blocks cut their lists at the same time, and all lists together must fit.
-    const int most = max(wanted, min(max(2 * wanted, THREADS), CAPACITY / CLUSTER));
-    if (wanted && fits && board->count > most) cut(list, wanted, board->peak, board);
+    const int most = max(wanted, min(max(2 * wanted, THREADS), FEW / CLUSTER));
+    if (wanted && fits && board->count > (CLUSTER > 1 ? most : FEW)) cut(list, wanted, board->peak, slice, board);
     const bool full = !fits || board->counts[0] > MOST_ABOVE;
-    const uint64 words[] = {board->peak, uint64(bad) | uint64(full) << 1, board->count, board->counts[0]};
-    uint64 largest = 0, flags = 0, count = 0, offset = 0;
+    const uint64 words[] = {
+        board->peak, uint64(bad) | uint64(full) << 1, board->count, board->counts[0], board->counts[1]
+    };
+    uint64 largest = 0, flags = 0, count = 0, offset = 0, its_rivals = 0, rivals_offset = 0;
     slice.share(words, [&](const uint64* of_block, int block) {
         largest = max(largest, of_block[0]), flags |= of_block[1];
-        offset = block == slice.rank ? count : offset, count += of_block[2];
+        if (block == slice.rank) offset = count, rivals_offset = its_rivals;
+        count += of_block[2], its_rivals += of_block[4];
     });
     if (thread == 0) {
         row.m = score_of_word(unsigned(largest));
         row.valid = row.valid && !(flags & 1) && row.m > -INF;
-        seen = {row.fits && flags < 2, count, offset};
+        seen = {row.fits && flags < 2, count, offset, its_rivals, rivals_offset, of_block};
     }
     __syncthreads();
 }
@@ -189,26 +239,26 @@ __device__ inline uint64 raw_sum(Slice& slice, float m) {
 }
 
 // Sorts the `wanted` largest keys of a list, and some more; m is the largest score.  Returns how many these are.
-__device__ inline int sort_largest(uint64* list, int count, int wanted, float m, Board* board) {
-    if (count > THREADS / 4 && count > wanted) {
+__device__ inline int sort_largest(uint64* list, int count, int wanted, float m, Slice& slice, Board* board) {
+    if (count > 64 && count > wanted) {
         __syncthreads();
         if (threadIdx.x == 0) board->count = count;
         __syncthreads();
-        count = cut(list, wanted, word_of(m), board);
+        count = cut(list, wanted, word_of(m), slice, board);
     }
     sort(list, count);
     return count;
 }
 
 // The result of a row whose largest tokens are in the lists of the blocks, in block 0.
-__device__ inline void choose_from_lists(
-    const Row& row, Slice& slice, const Seen& seen, bool raw, uint64* list, Board* board, Result& result
+__device__ __noinline__ void choose_from_lists(
+    const Row& row, Slice slice, const Seen& seen, bool raw, uint64* list, Board* board, Result& result
 ) {
     gather(slice, list, board->count, seen.offset);
     const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
     wait_for_cluster();
     if (slice.rank) return;
-    const int count = sort_largest(list, int(seen.count), row.wanted, row.m, board);
+    const int count = sort_largest(list, int(seen.count), row.wanted, row.m, slice, board);
     Kept kept{0, -INF};
     const Outcome outcome = choose(row, slice, list, count, kept);
     if (threadIdx.x == 0) result = {kept, outcome}, result.outcome.raw = raw_mass;
@@ -216,15 +266,18 @@ __device__ inline void choose_from_lists(
 
 // The result of a row of which all tokens may be kept, in block 0; false where its candidates do not fit the lists.
 __device__ __noinline__ bool add_masses(
-    const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, uint64* list, Board* board,
+    const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, Rivals rivals, uint64* list, Board* board,
     Found& found, Result& result
 ) {
     gather(slice, list, board->count, seen.offset);
-    if (!choose_by_mass(row, slice, spread, list, board, found, result)) return false;
+    const bool fit = seen.rivals <= MOST_RIVALS;
+    if (fit) gather(slice, rivals.list, board->counts[1], seen.rivals_offset);
+    const int count = fit ? int(seen.rivals) : 0;
+    if (!choose_by_mass(row, slice, spread, list, rivals, count, seen.peak, board, found, result)) return false;
     const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
     if (slice.rank) return true;
     if (threadIdx.x == 0) result.outcome.raw = raw_mass;
-    if (top) sort_largest(list, int(seen.count), top, row.m, board);
+    if (top) sort_largest(list, int(seen.count), top, row.m, slice, board);
     return true;
 }
 
@@ -248,7 +301,7 @@ __device__ __noinline__ void search_row(
         kept.key = max(kept.key, search.key_at(row.goal(search.add(weight)), row.first, weight));
     }
     kept.least = row.least;
-    uint64 sums[5] = {0, 0, 0, 0, 0};
+    uint64 sums[] = {0, 0, 0}, words[2];
     Best best{-INF, 0};
     slice.each([&](float x, unsigned token) {
         const float z = below(x, m);
@@ -259,10 +312,11 @@ __device__ __noinline__ void search_row(
         const float missing = row.greedy ? 0 : missing_noise(float(best.sum), z, float(row.divisor));
         if (missing < NOISE_BOUND) best.take(sum_of(row, key), key);
     });
-    sums[3] = ordered(best.sum), sums[4] = best.key;
-    slice.reduce(sums, merge_outcomes);
+    slice.reduce(sums, [](uint64 (&to)[3], const uint64* other) { to[0] += other[0], to[1] += other[1], to[2] += other[2]; });
+    words[0] = ordered(best.sum), words[1] = best.key;
+    slice.reduce(words, merge_best);
     if (top) search.collect(list, board, top);
-    if (threadIdx.x == 0) result = {kept, {sums[0], sums[1], row.greedy ? 1 : sums[2], sums[3], sums[4]}};
+    if (threadIdx.x == 0) result = {kept, {sums[0], sums[1], row.greedy ? 1 : sums[2], words[1]}};
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(const __grid_constant__ Sampling p) {
@@ -277,13 +331,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
     const int64 at = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
     Slice slice{p.x + at * p.stride + begin, &exchange, begin, int(min(p.slice, p.cols - begin)), rank, 0};
     uint64* const list = reinterpret_cast<uint64*>(&memory[0]);
-    Spread spread{reinterpret_cast<unsigned*>(list + CAPACITY + MOST_ABOVE), list + CAPACITY, 0, 0};
+    Rivals rivals{list + CAPACITY, 0, 0, 0};
+    uint64* const above = list + CAPACITY + MOST_RIVALS;
+    Spread spread{reinterpret_cast<unsigned*>(above + MOST_ABOVE), above, 0, 0};
 
-    first_pass(p, row, slice, spread, list, &board, seen);
+    first_pass(p, row, slice, spread, rivals, list, &board, seen);
     if (row.valid) {
-        bool done = seen.fits && seen.count <= (row.by_mass ? FEW : CAPACITY) && seen.count >= p.top;
+        bool done = seen.fits && seen.count <= FEW && seen.count >= p.top;
         if (done && !row.by_mass) choose_from_lists(row, slice, seen, p.raw, list, &board, result);
-        else if (done) done = add_masses(row, slice, seen, int(p.top), p.raw, spread, list, &board, sums, result);
+        else if (done) done = add_masses(row, slice, seen, int(p.top), p.raw, spread, rivals, list, &board, sums, result);
         // Words of blocks may still be read: the buffers begin again.
         if (!done) wait_for_cluster(), search_row(row, slice, p.top, list, &board, result);
         __syncthreads();
@@ -294,16 +350,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
     const Kept kept = result.kept;
     const Outcome found = result.outcome;
     const double log_sum = !row.valid || (row.greedy && !p.raw) ? 0
-        : natural_log(double(int64(p.raw ? found.raw : found.mass))) - MASS_BITS * LOG_2;
-    const double of_logprobs = p.raw ? 1 : row.divisor;   // the temperature that they refer to
+        : log_of(double(int64(p.raw ? found.raw : found.mass)), -MASS_BITS);
+    const double rate = p.raw ? 1 : 1 / row.divisor;   // of the temperature that they refer to
     const auto logprob = [&](uint64 key) {
         const bool known = p.raw || (row.greedy ? key == found.winner : row.keeps(key, kept));
-        return known ? float(exactly_below(score_of(key), row.m) / of_logprobs - log_sum) : -INF;
+        return known ? float(exactly_below(score_of(key), row.m) * rate - log_sum) : -INF;
     };
     if (thread == 0) {
         p.token[at] = row.valid ? token_of(found.winner) : 0;
         p.logprob[at] = row.valid ? logprob(found.winner) : NOT_A_NUMBER;
-        p.lse[at] = row.valid ? float(row.m / of_logprobs + log_sum) : NOT_A_NUMBER;
+        p.lse[at] = row.valid ? float(row.m * rate + log_sum) : NOT_A_NUMBER;
         p.kept[at] = row.valid ? found.kept : 0;
         p.valid[at] = row.valid;
     }

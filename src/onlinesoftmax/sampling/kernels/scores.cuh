@@ -23,14 +23,15 @@ __device__ inline double exactly_below(float x, float m) { return x == m ? 0 : d
 
 // exp(z / temperature) in units of 2^-MASS_BITS, before it is rounded to a whole number.
 __device__ inline float raw_mass(float z, float rate) {
-    constexpr float ROUND = 12582912.0f;   // 1.5 * 2^23: a sum with it is a whole number, in the low bits
+    // 1.5 * 2^23: a sum with it is a whole number, in the low bits, to which the exponent of the unit is added here.
+    constexpr float ROUND = 12582912.0f + MASS_BITS;
     const float y = fmax(__fmul_rn(z, rate), -64.0f), sum = __fadd_rn(y, ROUND), f = __fadd_rn(y, -__fadd_rn(sum, -ROUND));
     constexpr float of[] = {POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6};
     float power = of[6];
 #pragma unroll
     for (int i = 5; i >= 0; --i) power = __fadd_rn(__fmul_rn(power, f), of[i]);
     // The shift leaves the whole number, which is added to the exponent.
-    return __uint_as_float(__float_as_uint(power) + (__float_as_uint(sum) << 23) + (unsigned(MASS_BITS) << 23));
+    return __uint_as_float(__float_as_uint(power) + (__float_as_uint(sum) << 23));
 }
 
 // The mass, as masses_of in distribution.py.

@@ -18,12 +18,12 @@ NAME = "sample_kernel"
 
 _SHARED = ("row/warp_shuffle", "channel/cluster_words")
 
-_OWN = ("scores", "noise", "exchange", "lists", "candidates", "choose", "spread", "by_mass", "search", "sample")
+_OWN = (
+    "scores", "noise", "exchange", "tiles", "lists", "candidates", "choose", "spread", "by_mass", "search", "sample",
+)  # fmt: skip
 
 FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
 """Files of the kernel, in the order of inclusion."""
-
-THREADS = 512
 
 TOKENS = 8
 """Tokens that a thread reads at once."""
@@ -35,17 +35,16 @@ log-probabilities take PyTorch's operations."""
 MOST_BLOCKS = 8
 """Most blocks of a cluster."""
 
-RESIDENT = 2
-"""Blocks of a multiprocessor, so that one reads while another one waits."""
+_THREADS = 512, 256
+"""Threads of a block; fewer where the lists of more would not fit in shared memory."""
 
-_FEW, _SPREAD, _MOST_ABOVE = 4096, 2048, 512
-_CAPACITY = _FEW + THREADS * TOKENS
+RESIDENT_THREADS = 1024
+"""Threads of a multiprocessor that the registers suffice for: with two blocks, one reads while the other one waits."""
 
-DYNAMIC_BYTES = 8 * (_CAPACITY + _MOST_ABOVE) + 4 * _SPREAD
-"""Shared memory for the lists of sort keys, and for counts of scores."""
+_FEW, _SPREAD, _MOST_ABOVE, _MOST_RIVALS = 2048, 1024, 512, 1024
 
-DECLARED_BYTES = 20_480
-"""More than the bytes of shared memory that the kernel declares beside."""
+DECLARED_BYTES = 24_576
+"""More than the bytes of shared memory that the kernel declares beside `dynamic_bytes`."""
 
 OVERHEAD = 8192
 """Tokens that a block reads in the time of its other work, about."""
@@ -65,11 +64,15 @@ class Shape(NamedTuple):
     Attributes:
         dtype: Dtype of the logits: "float32", "float16" or "bfloat16".
         cluster: Blocks of a row.
+        threads: Threads of a block.
+        resident: Blocks of a multiprocessor that its registers suffice for.
         aligned: True where every row begins on 16 bytes.
     """
 
     dtype: str
     cluster: int
+    threads: int
+    resident: int
     aligned: bool
 
 
@@ -78,24 +81,40 @@ def slice_of(cols: int, cluster: int) -> int:
     return -(-cols // (8 * cluster)) * 8
 
 
-def cluster_of(rows: int, cols: int, device: Device) -> int | None:
-    """Blocks of a row, so that all multiprocessors are busy most of the time; None if the device has too little memory.
+def _capacity(threads: int) -> int:
+    """Sort keys of a list; candidates.cuh says why."""
+    return _FEW + 2 * threads * TOKENS
+
+
+def dynamic_bytes(threads: int) -> int:
+    """Shared memory for the lists of sort keys, and for counts of scores."""
+    return 8 * (_capacity(threads) + _MOST_RIVALS + _MOST_ABOVE) + 4 * _SPREAD
+
+
+def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) -> Shape | None:
+    """The kernel of a call, so that all multiprocessors are busy most of the time; None without enough shared memory.
 
     Args:
         rows, cols: Of the logits.
+        dtype, aligned: As for `Shape`.
         device: Where the kernel is to run.
     """
-    if device.shared_memory < DYNAMIC_BYTES + DECLARED_BYTES:
+    threads = next((n for n in _THREADS if dynamic_bytes(n) + DECLARED_BYTES <= device.shared_memory), None)
+    if threads is None:
         return None
+    resident = RESIDENT_THREADS // threads
     best, least = None, math.inf
     for cluster in (1, 2, 4, MOST_BLOCKS) if device.compute_capability >= (9, 0) else (1,):
         # An H100 has places for 264 blocks, but only 62 clusters of 4 and 30 of 8: each lies in a part of the device.
-        places = int(RESIDENT * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
+        places = int(resident * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
         # The clusters take turns.  Each has work that does not depend on its tokens.
         cost = -(-rows // max(places, 1)) * (slice_of(cols, cluster) + OVERHEAD)
         if cost < least and rows * cluster < 1 << 31:
             best, least = cluster, cost
-    return best
+    if best is None:
+        return None
+    # A block that has a multiprocessor to itself takes more registers, and computes more at the same time.
+    return Shape(dtype, best, threads, 1 if rows * best <= device.multiprocessors else resident, aligned)
 
 
 @cache
@@ -107,8 +126,9 @@ def source(shape: Shape) -> str:
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers = {
-        "THREADS": THREADS, "CLUSTER": shape.cluster, "RESIDENT": RESIDENT, "ALIGNED": shape.aligned,
-        "MOST_CANDIDATES": MOST_TOP, "FEW": _FEW, "CAPACITY": _CAPACITY, "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE,
+        "THREADS": shape.threads, "CLUSTER": shape.cluster, "RESIDENT": shape.resident,
+        "ALIGNED": shape.aligned, "MOST_CANDIDATES": MOST_TOP, "FEW": _FEW, "CAPACITY": _capacity(shape.threads),
+        "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE, "MOST_RIVALS": _MOST_RIVALS,
     }  # fmt: skip
     return constants_of(shape.dtype, numbers)
 

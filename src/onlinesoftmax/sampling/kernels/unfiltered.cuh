@@ -17,12 +17,6 @@ struct Unfiltered {
     int64 temperature_bits, seed_number, offset_number;   // the same for all rows
 };
 
-// Loads a word of shared memory that other threads may be changing.
-__device__ inline uint64 look_shared(const uint64* from) {
-    uint64 word;
-    asm volatile("ld.relaxed.cta.shared.b64 %0, [%1];" : "=l"(word) : "r"(unsigned(__cvta_generic_to_shared(from))));
-    return word;
-}
 __device__ inline bool any_lane(bool x) { return !__all_sync(~0u, !x); }
 
 // The parameters of a row, and the beginning of this block's slice.
@@ -203,13 +197,6 @@ template <class Use> __device__ inline void each_logit(const X* x, int64 cols, U
     }
 }
 
-// log(sum * 2^n) with an error of 1e-7, in float32: the whole block would wait for a logarithm in float64.
-__device__ inline double log_of(double sum, int n) {
-    const int exponent = int(__double_as_longlong(sum) >> 52) - 1023;
-    const float fraction = float(sum * __longlong_as_double(int64(1023 - exponent) << 52));
-    return double(log(fraction)) + double(n + exponent) * LOG_2;
-}
-
 // Writes the results of a row; returns false for a valid row whose roundings would matter.
 __device__ inline bool write_row(
     const Unfiltered& p, int64 row, const RowParameters& parameters, const Part& own, double ratio, float rate
@@ -227,11 +214,6 @@ __device__ inline bool write_row(
     p.kept[row] = !valid ? 0 : greedy ? 1 : p.cols - own.absent;
     p.valid[row] = valid;
     return true;
-}
-
-// The number that `ordered` maps to a key; -INF for no key.
-__device__ inline double number_of(uint64 key) {
-    return key ? __longlong_as_double(key >> 63 ? key ^ uint64(1) << 63 : ~key) : -INF;
 }
 
 // Samples a row again with every rounding of the formula, in two passes of the first block.
