@@ -79,7 +79,7 @@ def test_ours_has_to_be_exact() -> None:
     seed, found = ours.seeds(ALL), ours.prepare(ALL)(x)
     assert wrong(ALL, x, found, seed)[0] is None
     for field, value, words in (
-        ("token", found.top_tokens[:, 3], "another token"), ("kept", found.kept + 1, "another number of kept"),
+        ("token", found.top_tokens[:, 3], "another token"), ("kept", found.kept + 1, "another number of tokens"),
         ("logprob", found.logprob + 1e-4, "log-probability: error 1.0e-04"),
         ("top_logprobs", found.top_logprobs * 1.001, "log-probability: error"),
     ):  # fmt: skip

@@ -10,6 +10,9 @@ from .cases import SAMPLE, TokenCase
 SLACK = 1e-3
 """Part of the probability by which the thresholds of other libraries may be off: they add up float32 numbers."""
 
+MASS_ERROR = 1e-6
+"""Part of the probability by which our own thresholds may be off: masses are made of numbers rounded to float32."""
+
 ROUNDINGS = 8
 """Roundings in float32 of the largest number beside a log-probability: it and its logsumexp are a sum of some terms."""
 
@@ -66,21 +69,28 @@ def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) ->
     import torch
 
     token = found[0].long()
-    least = threshold_of(case, order, 0.0 if seed is not None else SLACK)
     inside = (token >= 0) & (token < z.shape[1])
     own = z.gather(1, token.clamp(0, z.shape[1] - 1).unsqueeze(1))
+    least = threshold_of(case, order, MASS_ERROR if seed is not None else SLACK)
     if bad := int((~inside | (own < least)[:, 0]).sum()):
         return f"{bad} of {len(z)} tokens are not kept", torch.inf
     if seed is None:
         return None, 0.0
-    kept, greedy = z >= least, case.arguments.get("temperature") == 0
+    greedy = case.arguments.get("temperature") == 0
+    if not greedy:
+        # The number of kept tokens says where the threshold is.
+        fewest = (z >= threshold_of(case, order, -MASS_ERROR)).sum(1)
+        if bad := int(((found.kept < fewest) | (found.kept > (z >= least).sum(1))).sum()):
+            return f"{bad} of {len(z)} rows keep another number of tokens", torch.inf
+        least = order.gather(1, found.kept.unsqueeze(1) - 1)
+    elif bad := int((found.kept != 1).sum()):
+        return f"{bad} of {len(z)} greedy rows keep another number of tokens than 1", torch.inf
+    kept = z >= least
     keys = (z if greedy else z + gumbel(seed, torch.zeros_like(seed), z.shape[1])).masked_fill(~kept, -torch.inf)
     columns = torch.arange(z.shape[1], device=z.device)
     exact = columns.where(keys == keys.amax(1, keepdim=True), z.shape[1]).amin(1)
-    # A greedy row keeps the token that it returns.
-    count = torch.ones_like(token) if greedy else kept.sum(1)
-    if bad := int(((token != exact) | (found.kept != count)).sum()):
-        return f"{bad} of {len(z)} rows have another token, or another number of kept tokens", torch.inf
+    if bad := int(((token != exact) | (not greedy and found.kept != kept.sum(1))).sum()):
+        return f"{bad} of {len(z)} rows have another token, or keep some of equal scores", torch.inf
     lse = own if greedy else z.masked_fill(~kept, -torch.inf).logsumexp(1, keepdim=True)
     top = order[:, : case.top]
     exact = torch.cat([own, top.masked_fill(top < least, -torch.inf)], 1) - lse
