@@ -108,7 +108,7 @@ def test_a_call_runs_what_explain_says(given: dict[str, Any]) -> None:
     given = dict(given)
     x = torch.randn(3, 1000, device="cuda", dtype=getattr(torch, given.pop("dtype", "float32")))
     osm.sample(x, seed=1, **given)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         osm.sample(x, seed=1, **given)
         torch.cuda.synchronize()
     launched = {event.key for event in profile.key_averages()}
