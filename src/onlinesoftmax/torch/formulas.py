@@ -140,8 +140,14 @@ def _narrow_log_softmax(z: Tensor, dim: int) -> Tensor:
     """Log-softmax of 16-bit logits and its gradient, computed in float32 and rounded once."""
     if is_transformed():
         return result("log_softmax", z.float(), dim, False).to(z.dtype)
+    if not (z.requires_grad and torch.is_grad_enabled()):
+        return _log_softmax_rounded_once(z, dim)
     y: Tensor = _NarrowLogSoftmax.apply(z, dim)
     return y
+
+
+def _log_softmax_rounded_once(z: Tensor, dim: int) -> Tensor:
+    return _rounded_once(lambda z: result("log_softmax", z, dim, False), dim, z)
 
 
 class _NarrowLogSoftmax(torch.autograd.Function):
@@ -149,7 +155,7 @@ class _NarrowLogSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, dim: int) -> Tensor:
-        y = _rounded_once(lambda z: result("log_softmax", z, dim, False), dim, z)
+        y = _log_softmax_rounded_once(z, dim)
         ctx.save_for_backward(y)
         ctx.dim = dim
         return y
