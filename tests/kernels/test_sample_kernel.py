@@ -139,6 +139,14 @@ def test_rows_whose_candidates_come_late_or_do_not_fit_a_list(filters: dict[str,
         check(x, 2, folder, 3, seed=torch.arange(4), ties=ties, **filters)
 
 
+def test_a_row_without_rivals_is_read_again(folder: Path) -> None:
+    # float32 does not hold the distances of these scores, divided by the temperature.
+    x = torch.zeros(2, 9_000)
+    x[:, 5], x[1, 8_500] = 30.0, 60.0
+    for cluster in (1, 2):
+        check(x, cluster, folder, 0, seed=torch.arange(2), temperature=1e-37, top_p=0.9)
+
+
 def test_a_list_that_overflows_does_not_hide_the_rest_of_the_slice(folder: Path) -> None:
     # Two tiles of equal scores fill the list; what follows them is larger, or NaN.
     x = torch.full((3, 8_400), -1e4)

@@ -16,13 +16,14 @@ struct Window { float high, low; };
 
 // Tokens whose score and noise together are far enough up that one of them wins, almost certainly.
 //
-// About exp(RIVALS) tokens of all have a sum above the logarithm of all masses, less RIVALS; that there is none has a
-// probability of exp(-exp(RIVALS)), 10^-23.  EXP_RIVALS has 0.2 % more for rounding.
-constexpr float RIVALS = 4, EXP_RIVALS = 54.71f;
+// About e^4 tokens have a sum above the logarithm of all masses, minus 4; that there is none has a probability of 2 * 10^-24
+// if the masses are known.  EXP_RIVALS is e^4 and 0.2 % for rounding.
+constexpr float EXP_RIVALS = 54.71f;
 struct Rivals {
     uint64* list;        // MOST_RIVALS sort keys
-    float rate, shift;   // 1 - u is below -log(u), so only a token whose 1 - u is at most 2^(x * rate + shift) gets there
-    float bound;         // no other token has a sum above it: a base-2 logarithm, from the score m on
+    // The uniform number u of a token has 1 - u < -log(u), so only one with 1 - u <= 2^(x * rate + shift) gets there.
+    float rate, shift;
+    float bound;         // no other token has a sum above it: a base-2 logarithm, relative to the score m
 
     // Expects that the masses have this sum, in units of the mass of the score m.
     __device__ inline void expect(float m, float its_rate, float masses) {
@@ -32,9 +33,9 @@ struct Rivals {
     }
     // Whether the winner is that of all tokens; `peak` is the base-2 logarithm of the mass of the score m.
     __device__ inline bool include(const Winner& winner, float peak) const {
-        return winner.sum() - Winner::ERROR >= bound + peak;
+        return winner.word && winner.sum() - Winner::ERROR >= bound + peak;
     }
-    // Bits for the tokens of a tile, which begins with token `first` of the row.
+    // A bit for each token of a tile that may win; the tile begins with token `first` of the row, a multiple of 4.
     __device__ inline unsigned among(const Tiles& tiles, unsigned first, uint64 seed, uint64 offset) const {
         unsigned found = 0;
 #pragma unroll
@@ -103,7 +104,7 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
 
 // The sums of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it,
 // and of those in it.
-enum { TOTAL, ABOVE, BETWEEN, NUMBER, LISTED, PASS_WORDS };
+enum { TOTAL, ABOVE, BETWEEN, NUMBER_ABOVE, LISTED, PASS_WORDS };
 
 // The sums of all blocks, the mass that top_p keeps, and how many keys the lists of the blocks before this one have.
 struct Found { uint64 sums[PASS_WORDS], goal, before; };
@@ -136,7 +137,7 @@ __device__ inline void pass(
             if (at < MOST_BETWEEN) between[at] = key_of(wide(slice.x[token]), unsigned(slice.begin + token));
         }
     }
-    sums[NUMBER] = number;
+    sums[NUMBER_ABOVE] = number;
     __syncthreads();
     const int count = int(min(board->counts[0], unsigned(MOST_BETWEEN)));
 #pragma unroll 1
@@ -229,14 +230,14 @@ __device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint
     return true;
 }
 
-// The outcome of a row, in block 0, in shared memory; false where its candidates do not fit the lists.  `count` is the
+// The outcome of a row, in block 0, in shared memory; false where search_row has to take it.  `count` is the
 // number of all rivals that the first pass has listed, and `peak` the score that their bound refers to.
 __device__ inline bool choose_by_mass(
     const Row& row, Slice& slice, const Spread& spread, uint64* list, Rivals rivals, int count, float peak, Board* board,
     Found& found, Result& result
 ) {
     uint64 *const between = list + FEW, *const picked = between + MOST_BETWEEN;
-    // The masses need no care for scores that differ by more than a float32 number can.
+    // The passes subtract m without the care of `below`: rows that need it go elsewhere.
     if (row.m == INF || row.m - -LARGEST_FLOAT32 == INF || row.rate < 1e-30f) return false;
     const float least = row.least == -INF ? -LARGEST_FLOAT32 : least_score(row.m, row.least);
     const bool cuts = row.top_p < 1;
@@ -270,7 +271,7 @@ __device__ inline bool choose_by_mass(
         const uint64 mass = sum.mass + found.sums[ABOVE];
         if (threadIdx.x == 0) {
             result.kept = kept;
-            result.outcome = {mass, 0, sum.number + found.sums[NUMBER], winner.key};
+            result.outcome = {mass, 0, sum.number + found.sums[NUMBER_ABOVE], winner.key};
         }
         words[0] = !rivals.include(winner, (peak - row.m) * row.rate), words[1] = kept.key, words[2] = mass;
     }

@@ -1,7 +1,7 @@
 // The candidates for the largest keys of a row, in a list of sort keys in the shared memory of each block.
 //
-// A block inserts the tokens of its slice that reach a threshold, which no more than the wanted number of tokens are
-// above.  A list that grows too long is cut to the wanted number of tokens, which raises the threshold.
+// A block inserts the tokens of its slice that reach a threshold, which at least the wanted number of tokens of the row
+// reach.  A list that grows too long is cut to the wanted number of tokens, which raises the threshold.
 
 // Threads look every second tile whether the list is too long.
 static_assert(CAPACITY == FEW + 2 * TILE, "room for two tiles");
@@ -9,7 +9,7 @@ static_assert(CAPACITY == FEW + 2 * TILE, "room for two tiles");
 // Shared by the threads of a block.
 struct Board {
     unsigned count;          // keys in the list
-    float threshold;         // no token below it is inserted
+    float threshold;         // no token below it is inserted, but NaN
     unsigned peak, trough;   // words of the largest score so far, and of the least of the first tile, inverted
     unsigned counts[2];      // keys in other lists
     unsigned of_warps[2][WARPS];
@@ -26,7 +26,8 @@ __device__ inline unsigned reached_by_lanes(unsigned own, int n) {
     return found;
 }
 
-// A number that those of at least n threads reach, and hardly more: each warp gives its `each` largest one.
+// A number that those of at least n threads reach, and hardly more; 0 for more than three of four threads.  Each warp gives
+// its n-th largest number, n = `each`, and three of four warps, or less, reach the result.
 __device__ inline unsigned reached(unsigned own, int n, unsigned* of_warps) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, each = (n + WARPS * 3 / 4 - 1) / (WARPS * 3 / 4);
     if (each > 32) return 0;
@@ -59,6 +60,7 @@ __device__ inline void narrow(Range& range, Slice& slice, const uint64* list, in
     const T own = bins[thread];
     T total;
     const uint64 above = range.above + slice.scan(own, total);
+    // Only the keys of NaN can miss the goal.
     if (above < goal && (above + own >= goal || thread == THREADS - 1)) found[0] = thread, found[1] = above, found[2] = own;
     __syncthreads();
     const unsigned size = (1u << shift) - 1;
@@ -81,8 +83,8 @@ __device__ inline void compact(uint64* list, unsigned least, Board* board) {
     __syncthreads();
 }
 
-// Cuts a list, in which n or more keys reach the threshold, to its n largest keys and a few more; `most` is the score
-// word of the largest.  Returns how many keys are left: after the last barrier, other threads may insert keys.
+// Cuts a list, in which n or more keys reach the threshold, to its n largest keys, and those near or equal to the last; `most`
+// is the score word of the largest.  Returns how many are left: board->count may have grown by then.
 __device__ __noinline__ int cut(uint64* list, int n, unsigned most, Slice slice, Board* board) {
     Range range{word_of(board->threshold), most, 0, 0};
     do narrow<unsigned>(range, slice, list, board->count, n, [](uint64) { return 1u; });

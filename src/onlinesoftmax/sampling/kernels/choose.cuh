@@ -40,14 +40,14 @@ __device__ inline void merge_best(uint64 (&to)[2], const uint64* other) {
     if (other[0] > to[0] || (other[0] == to[0] && unsigned(other[1]) > unsigned(to[1]))) to[0] = other[0], to[1] = other[1];
 }
 
-// The sum of score, less the largest, and noise.
+// The sum of score, minus the largest, and noise.
 __device__ inline double sum_of(const Row& row, uint64 key) {
     const double z = exactly_below(score_of(key), row.m);
     return row.greedy ? z : z + row.divisor * gumbel(token_of(key), row.offset, row.seed);
 }
 
-// The key of a sorted list at which the running sum of the masses, from `before` on, reaches the goal: that of all masses
-// of the list if it is 0.
+// The key of a sorted list at which the running sum of the masses, from `before` on, reaches the goal; a goal of 0
+// stands for row.goal(the sum of the kept masses).
 __device__ inline uint64 key_at_mass(
     const Row& row, Slice& slice, const uint64* list, int count, Kept kept, uint64 before, uint64 goal
 ) {
@@ -70,7 +70,7 @@ __device__ inline uint64 key_at_mass(
     return slice.exchange->found[0];
 }
 
-// The masses and the number of the keys of a list that are kept, for each thread.
+// The masses and the number of the keys of a list that are kept, given to all threads.
 struct Sum { uint64 mass, number; };
 __device__ inline Sum sum_kept(const Row& row, Slice& slice, const uint64* list, int count, Kept kept) {
     uint64 sums[] = {0, 0};
@@ -81,7 +81,7 @@ __device__ inline Sum sum_kept(const Row& row, Slice& slice, const uint64* list,
     return {sums[0], sums[1]};
 }
 
-// The winner of all threads of the block, for each of them.
+// The winner of all threads of the block, given to all of them.
 __device__ inline Winner winner_of_threads(Slice& slice, Winner own) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto& of_warps = slice.exchange->of_warps;
@@ -96,7 +96,7 @@ __device__ inline Winner winner_of_threads(Slice& slice, Winner own) {
     return own;
 }
 
-// The token of a list that wins among those that are kept, with every rounding of the formula, for each thread.
+// The token of a list that wins among those that are kept, with every rounding of the formula, given to all threads.
 __device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const uint64* list, int count, Kept kept) {
     Best best{-INF, 0};
 #pragma unroll 1
@@ -107,7 +107,7 @@ __device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const u
     return words[1];
 }
 
-// The token of a list that wins among those that are kept, for each thread.
+// The token of a list that wins among those that are kept, given to all threads.
 __device__ inline Winner winner_of(const Row& row, Slice& slice, const uint64* list, int count, Kept kept) {
     Winner own{0, 0, 0};
 #pragma unroll 1
@@ -118,7 +118,7 @@ __device__ inline Winner winner_of(const Row& row, Slice& slice, const uint64* l
         own.take(word_of(fma(below(score_of(key), row.m), row.rate, noise)), key);
     }
     own = winner_of_threads(slice, own);
-    // Powers of a rate that is no normal number would be too rough.
+    // A product with a smaller rate may be no normal number, which is too rough.
     if (own.word && !(own.certain() && row.rate > 1e-30f)) own.key = exact_winner(row, slice, list, count, kept);
     return own;
 }

@@ -2,7 +2,8 @@
 //
 // One block:  owns `slice` adjacent tokens of a row; CLUSTER blocks own a row.
 // Chosen:     where a filter or the largest log-probabilities are wanted.
-// Bytes:      one read of the logits from memory.  A row without top_k is read twice, the second time from the L2.
+// Bytes:      one read of the logits from memory.  A row without top_k is read again from the L2, and once more for raw
+//             log-probabilities, or where the rivals do not suffice.
 // Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^23 - 1 tokens (masses.py).
 //
 // What is kept is what distribution.py keeps, bit for bit: masses are whole numbers, and every float32 operation behind
@@ -44,7 +45,7 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// Reads the least score of a row that min_p keeps: another warp computes this logarithm meanwhile.
+// Reads the least score, minus the largest, that min_p keeps of a row: another warp computes this logarithm meanwhile.
 __device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
     const double divisor = p.temperature[at], min_p = p.min_p ? p.min_p[at] : 0;
     row.least = divisor == 0 || !p.min_p ? -INF : divisor * natural_log(fmin(fmax(min_p, 0.0), 1.0));
@@ -61,7 +62,7 @@ static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line"
 // What a thread has seen of the slice: its largest score; whether there is NaN; whether the list is complete.
 struct Reading { float peak; bool bad, fits; };
 
-// Reads the tiles of a slice, of which the first one has come.  Of rows without top_k, it COUNTS the scores.
+// Reads the tiles of a slice, of which the first one is in a cache.  Of rows without top_k, it COUNTS the scores.
 template <bool COUNTS>
 __device__ __noinline__ Reading read_slice(
     const Row& row, Slice slice, Spread spread, Rivals rivals, uint64* list, Board* board, float peak
@@ -76,7 +77,7 @@ __device__ __noinline__ Reading read_slice(
     for (int tile = 0, next = TILE, buffer = 1; tile < slice.count; tile += TILE) {
         tiles.take(slice, tile), tiles.fetch(slice, tile + TILE);
         if (wanted && tile == next) {
-            // So many threads have seen larger scores.
+            // So many threads have seen this score, or more.
             own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps[buffer]));
             next *= 2, buffer ^= 1;
         }
@@ -156,7 +157,7 @@ __device__ inline void first_pass(
     const int wanted = row.wanted;
     const bool counts = row.by_mass;
 
-    // A first threshold: in each block, wanted / CLUSTER of the threads have a token above it.
+    // A first threshold: in each block, wanted / CLUSTER of the threads have a token that reaches it.
     float peak = -INF, trough = INF;
     tiles.take(slice, 0);
 #pragma unroll
@@ -192,7 +193,7 @@ __device__ inline void first_pass(
     }
     if (counts) {
         spread.set(of_block, score_of_word(~unsigned(sample[1] >> 32)), row.span);
-        // The masses of the row, and of those that top_p keeps; the largest token counts once.
+        // The mass that top_p keeps, nearly: that of the first tiles for the whole row, but the largest token counts once.
         const float more = fmax(float(p.cols) / (CLUSTER * TILE), 1.0f);
         rivals.expect(of_block, row.rate, fmax((masses - 1) * more + 1, 1.0f) * fmax(float(row.top_p), 0.1f));
     }
@@ -203,8 +204,9 @@ __device__ inline void first_pass(
         : read_slice<false>(row, slice, spread, rivals, list, board, peak);
     raise(&board->peak, word_of(reading.peak));
     const bool bad = __syncthreads_or(reading.bad), fits = reading.fits;
-    // Blocks cut their lists at the same time, and all lists together must fit.
-    const int most = max(wanted, min(max(2 * wanted, THREADS), FEW / CLUSTER));
+    // Blocks cut their lists at the same time, and all lists together must fit; by_mass.cuh needs the room behind FEW.
+    const int room = counts ? FEW : CAPACITY;
+    const int most = max(wanted, min(max(2 * wanted, THREADS), room / CLUSTER));
     if (wanted && fits && board->count > (CLUSTER > 1 ? most : FEW)) cut(list, wanted, board->peak, slice, board);
     const bool full = !fits || board->counts[0] > MOST_ABOVE;
     const uint64 words[] = {
@@ -264,7 +266,7 @@ __device__ __noinline__ void choose_from_lists(
     if (threadIdx.x == 0) result = {kept, outcome}, result.outcome.raw = raw_mass;
 }
 
-// The result of a row of which all tokens may be kept, in block 0; false where its candidates do not fit the lists.
+// The result of a row of which all tokens may be kept, in block 0; false where search_row has to take it.
 __device__ __noinline__ bool add_masses(
     const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, Rivals rivals, uint64* list, Board* board,
     Found& found, Result& result
@@ -337,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
 
     first_pass(p, row, slice, spread, rivals, list, &board, seen);
     if (row.valid) {
-        bool done = seen.fits && seen.count <= FEW && seen.count >= p.top;
+        bool done = seen.fits && seen.count <= (row.by_mass ? FEW : CAPACITY) && seen.count >= p.top;
         if (done && !row.by_mass) choose_from_lists(row, slice, seen, p.raw, list, &board, result);
         else if (done) done = add_masses(row, slice, seen, int(p.top), p.raw, spread, rivals, list, &board, sums, result);
         // Words of blocks may still be read: the buffers begin again.
@@ -351,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
     const Outcome found = result.outcome;
     const double log_sum = !row.valid || (row.greedy && !p.raw) ? 0
         : log_of(double(int64(p.raw ? found.raw : found.mass)), -MASS_BITS);
-    const double rate = p.raw ? 1 : 1 / row.divisor;   // of the temperature that they refer to
+    const double rate = p.raw ? 1 : 1 / row.divisor;   // of the log-probabilities
     const auto logprob = [&](uint64 key) {
         const bool known = p.raw || (row.greedy ? key == found.winner : row.keeps(key, kept));
         return known ? float(exactly_below(score_of(key), row.m) * rate - log_sum) : -INF;

@@ -1,6 +1,6 @@
 // The tokens that a block reads together, for sample.cuh.
 
-// Tokens of a thread that are read together, and of a block.
+// Chunks of a thread that are read together, and tokens of a block.
 constexpr int EACH = VECTOR < 8 ? 8 / VECTOR : 1, TILE = THREADS * VECTOR * EACH;
 
 // The tokens of this thread, tile by tile; those of the next tile are under way.

@@ -164,7 +164,7 @@ __device__ inline void insert_waiting(
     __syncthreads();
 }
 
-// The target of a row, and how many tokens of the slice come before it.
+// The target of a row, and its place in the slice.
 struct Target {
     float score, above;   // the score of the target, and the next one above
     int at;               // its place in the slice: 0, or the number of tokens, if it lies before or behind it
@@ -291,7 +291,7 @@ __device__ inline void write_row(
     }
 }
 
-// What the steps count before the target: a chunk that has it was counted as if all of it came before the target.
+// What the steps counted too many: in the chunk of the target, all tokens were taken to come before it.
 __device__ inline int correction(const Slice& slice, const Target& target) {
     const int first = target.at / VECTOR * VECTOR, i = first + int(threadIdx.x);
     if (threadIdx.x >= VECTOR || i < target.at || first == target.at || first >= slice.count) return 0;
