@@ -12,7 +12,7 @@ from ..planner.plan import Plan
 
 
 class Rest(NamedTuple):
-    """Where the last columns of the rows lie, if not behind the others.
+    """Place of the last columns of the rows, where it is not behind the others.
 
     Attributes:
         first: The first of these columns: a multiple of 16 bytes.

@@ -210,7 +210,7 @@ def token_logprobs(
     tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any, sharing: Sharing | None = None,
     support: Any = None,
 ) -> TokenLogprobs:  # fmt: skip
-    """As `linear_token_logprobs`; with `sharing`, other processes have the other classes, and there is no support."""
+    """Run `linear_token_logprobs`; with `sharing`, other processes have the other classes, and there is no support."""
     name = "linear_token_logprobs"
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
     options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()

@@ -114,7 +114,7 @@ def run(
 def _run_in_two(
     work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, wanted: tuple[bool, bool, bool]
 ) -> tuple[tuple[Tensor, ...], Gradients]:
-    """As `run`, with the last columns of the logits in the memory of the gradient of the weight."""
+    """Run the loss with the last columns of the logits in the memory of the gradient of the weight."""
     (tokens, hidden), classes, (of_input, _, of_bias) = x.shape, len(weight), wanted
     wide, apart = accumulator_of(x.dtype, x.dtype), work.plan.apart
     dw = torch.empty_like(weight, memory_format=torch.contiguous_format)

@@ -31,7 +31,7 @@ struct Rivals {
         // The product has two roundings.
         shift = log_of_two(EXP_RIVALS / masses) - m * rate + 2.5e-7f * fabs(m * rate);
     }
-    // Whether the winner is that of all tokens; `peak` is the base-2 logarithm of the mass of the score m.
+    // Returns true if no token beside the list can beat the winner; `peak` is the base-2 logarithm of the mass of m.
     __device__ inline bool include(const Winner& winner, float peak) const {
         return winner.word && winner.sum() - Winner::ERROR >= bound + peak;
     }
@@ -132,9 +132,9 @@ __device__ inline void pass(
 #pragma unroll 1
         for (; listed; listed &= listed - 1) {
             const int token = tile + Tiles::token(__ffs(listed) - 1);
-            const unsigned at = atomicAdd(&board->counts[0], 1u);
             // The registers cannot be indexed.
-            if (at < MOST_BETWEEN) between[at] = key_of(wide(slice.x[token]), unsigned(slice.begin + token));
+            const uint64 key = key_of(wide(slice.x[token]), unsigned(slice.begin + token));
+            append(between, MOST_BETWEEN, &board->counts[0], key);
         }
     }
     sums[NUMBER_ABOVE] = number;
@@ -211,9 +211,7 @@ __device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint
             const int token = tile + Tiles::token(__ffs(listed) - 1);
             if (token >= slice.count) continue;
             const uint64 key = key_of(wide(slice.x[token]), unsigned(slice.begin + token));
-            if (!row.keeps(key, kept)) continue;
-            const unsigned at = atomicAdd(&board->counts[1], 1u);
-            if (at < MOST_RIVALS) rivals.list[at] = key;
+            if (row.keeps(key, kept)) append(rivals.list, MOST_RIVALS, &board->counts[1], key);
         }
     }
     __syncthreads();

@@ -29,8 +29,7 @@ struct Row {
     __device__ inline uint64 with_ties(uint64 its) const { return first ? its : its >> 32 << 32; }
 };
 
-// What was sampled: masses of the kept tokens, and of all at the temperature 1; how many are kept; the sort key of the
-// winner.
+// The result of a row: masses of the kept tokens, and of all at the temperature 1; how many are kept; the winner's key.
 struct Outcome { uint64 mass, raw, kept, winner; };
 
 // What is kept of a row and what was sampled, in shared memory.

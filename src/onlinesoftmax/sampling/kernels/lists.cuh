@@ -1,13 +1,19 @@
 // Lists of sort keys in the shared memory of a block: sorted, and gathered from the blocks of a cluster.
 
-// Raises a word of shared memory to the largest of the numbers of all threads, before the next barrier.
+// Raises a word of shared memory to the largest of the numbers of all threads, for readers behind the next barrier.
 __device__ inline void raise(unsigned* to, unsigned own) {
     own = __reduce_max_sync(~0u, own);
     if (threadIdx.x % 32 == 0) atomicMax(to, own);
 }
 
+// Appends a key to a list if there is room; the count goes on, so that a list that is too long shows.
+__device__ inline void append(uint64* list, int room, unsigned* count, uint64 key) {
+    const unsigned at = atomicAdd(count, 1u);
+    if (at < room) list[at] = key;
+}
+
 // A number, of `bits` leading bits, that the numbers of at least n threads reach, and hardly more if possible.
-__device__ inline unsigned reached(unsigned own, int n, int bits) {
+__device__ inline unsigned bits_reached(unsigned own, int n, int bits) {
     unsigned found = 0;
 #pragma unroll 1
     for (unsigned bit = 1u << 31; bits; bit /= 2, --bits) {

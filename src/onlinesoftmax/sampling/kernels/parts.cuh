@@ -57,7 +57,7 @@ __device__ inline Part part_of(const uint64* words) {
             __uint_as_float(unsigned(words[3])), n_and_flags >> 2, unsigned(words[4]), unsigned(n_and_flags) & 3};
 }
 
-// Where warps, and in block 0 the blocks of the cluster, leave their parts for the merge.
+// Parts of warps, and in block 0 those of the blocks of the cluster, that wait for the merge.
 struct PartBoard {
     uint64 of_warps[WARPS][PART_WORDS], of_blocks[CLUSTER][PART_WORDS];
     uint64 arrived;          // the barrier that counts the bytes of `of_blocks`

@@ -59,7 +59,7 @@ struct Seen { bool fits; uint64 count, offset, rivals, rivals_offset; float peak
 constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
 static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
 
-// What a thread has seen of the slice: its largest score; whether there is NaN; whether the list is complete.
+// A thread's view of the slice: the largest score; whether there is NaN; whether the list is complete.
 struct Reading { float peak; bool bad, fits; };
 
 // Reads the tiles of a slice, of which the first one is in a cache.  Of rows without top_k, it COUNTS the scores.
@@ -109,14 +109,8 @@ __device__ __noinline__ Reading read_slice(
                 reading.bad |= x != x;
                 if (hits >> i & 1 && at < CAPACITY) list[at] = key;
                 at += hits >> i & 1;
-                if (COUNTS && above >> i & 1) {
-                    const unsigned place = atomicAdd(&board->counts[0], 1u);
-                    if (place < MOST_ABOVE) spread.above[place] = key;
-                }
-                if (COUNTS && won >> i & 1 && x > -INF) {
-                    const unsigned place = atomicAdd(&board->counts[1], 1u);
-                    if (place < MOST_RIVALS) rivals.list[place] = key;
-                }
+                if (COUNTS && above >> i & 1) append(spread.above, MOST_ABOVE, &board->counts[0], key);
+                if (COUNTS && won >> i & 1 && x > -INF) append(rivals.list, MOST_RIVALS, &board->counts[1], key);
             }
         }
         // There is room for two tiles.

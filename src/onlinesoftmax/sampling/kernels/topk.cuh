@@ -219,7 +219,7 @@ __device__ inline void set_threshold(Slice& slice, const float (&z)[TOKENS], flo
     const int of_block = (wanted + CLUSTER - 1) / CLUSTER;
     unsigned enough = 0;
     if (wanted && of_block <= THREADS / 8) {
-        enough = reached(word_of(peak), of_block, 20);
+        enough = bits_reached(word_of(peak), of_block, 20);
     } else if (wanted && of_block <= PARTS * THREADS / 2) {
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {

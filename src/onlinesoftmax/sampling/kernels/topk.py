@@ -11,7 +11,6 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
 
 from ...core.device import Device
-from ...core.task import ITEMSIZE
 from ...kernels import cuda
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
@@ -21,6 +20,7 @@ from ...torch.fast_path import MOST_ENTRIES
 from ..results import TopLogprobs
 from .choice import refusal
 from .source import constants_of, slice_of
+from .stream import STAGES, TOKENS, stream_bytes
 from .unfiltered import is_aligned
 
 Tensor = torch.Tensor
@@ -45,17 +45,11 @@ MOST = 1024
 FEW = 128
 """Most tokens of the lists of kernels that take less shared memory."""
 
-TOKENS = 16
-"""Tokens of a thread in a step."""
-
 AT_ONCE = 4
 """Keys that each thread adds to a list before it is cut."""
 
 SPARE = 32
 """Keys that a cut list may have beyond nine eighths of the wanted number."""
-
-STAGES = 2
-"""Steps that a thread loads ahead."""
 
 RESIDENT_THREADS = 1024
 """Threads of a multiprocessor that registers and shared memory have to suffice for."""
@@ -91,7 +85,7 @@ class Shape(NamedTuple):
     @property
     def dynamic_bytes(self) -> int:
         """Bytes of the logits that are under way, and of the list."""
-        return STAGES * TOKENS * self.threads * ITEMSIZE[self.dtype] + 8 * self.capacity
+        return stream_bytes(self.threads, self.dtype) + 8 * self.capacity
 
 
 def shape_of(rows: int, cols: int, k: int, dtype: str, aligned: bool, target: bool, device: Device) -> Shape | None:

@@ -12,7 +12,6 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
 
 from ...core.device import Device
-from ...core.task import ITEMSIZE
 from ...kernels import cuda
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
@@ -22,6 +21,7 @@ from ...torch.fast_path import MOST_ENTRIES
 from ..results import Sampled
 from .choice import refusal
 from .source import constants_of, slice_of
+from .stream import STAGES, TOKENS, stream_bytes
 
 Tensor = torch.Tensor
 
@@ -37,12 +37,6 @@ POINTERS = ("x", "temperature", "seed", "offset", "token", "logprob", "lse", "ke
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
 NUMBERS = ("stride", "cols", "slice", "temperature_bits", "seed_number", "offset_number")
-
-TOKENS = 16
-"""Tokens of a thread in a step."""
-
-STAGES = 2
-"""Steps that a thread loads ahead."""
 
 MOST_THREADS = 512
 """Most threads of a block."""
@@ -91,7 +85,7 @@ def most_blocks(device: Device) -> int:
 
 def dynamic_bytes(shape: Shape) -> int:
     """Bytes of the logits that are under way."""
-    return STAGES * TOKENS * shape.threads * ITEMSIZE[shape.dtype]
+    return stream_bytes(shape.threads, shape.dtype)
 
 
 @cache
