@@ -1,0 +1,129 @@
+"""Weights, probabilities and logsumexp of a routing whose experts are chosen, for NumPy, PyTorch and JAX.
+
+All are computed in float32, in float64 for float64 logits.  The kernels compute the same numbers up to rounding errors;
+the choice of experts is the same to the last bit (selection.py).
+
+    valid       A token is valid unless its mask is False; with given experts, also unless none of them is an expert.
+                A token that is not valid has the experts -1, weights 0 and lse 0; it adds nothing to counts and
+                prob_sums, and its logits have the gradient 0, whatever they are.
+    excluded    An expert is excluded where its logit or its bias is -inf.  A token chooses it only if too few others
+                are left; then it is counted, and has weight 0.  Of given experts, those outside 0 ... E - 1 become -1:
+                they are not counted, and have weight 0.
+    score       softmax: exp(x - lse).  sigmoid: 1 / (1 + exp(-x)).  sqrtsoftplus: sqrt(log(1 + exp(x))).  identity: x.
+    weight      scale * score.  With `renormalize`, scale * score / (sum of the scores of the chosen experts that are
+                not excluded), and 0 where the sum is 0.  For softmax this is the softmax of the chosen logits, so that
+                no sum underflows; topk_first with softmax always is.
+    probability Of each expert, for prob_sums.  softmax: the score.  sigmoid, sqrtsoftplus: the score divided by the sum
+                over all experts, 0 where the sum is 0.  identity: the score.  0 for a logit of -inf.
+    NaN, inf    A token with a NaN among its logits, or +inf, has NaN where the arithmetic gives it; its experts are
+                distinct and in range, counts are right, and no other token changes, but prob_sums get the NaN.
+    counts      int32 numbers.
+    prob_sums   float32 sums over the tokens of a sequence; the order of additions depends on shapes alone.
+
+Each formula has a derivative wherever the function has one, so that automatic differentiation gives no NaN elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ..core.arrays import Array
+from ..core.state import shift
+from .rules import Rule, Score
+
+LOWEST = -40.0
+"""Below this logit, sqrt(log(1 + exp(x))) is exp(x / 2) to the last bit of float64."""
+
+
+class Functions(NamedTuple):
+    """The functions that the formulas need of an array library; the last axis of an array are the experts.
+
+    Attributes:
+        xp: The functions of the library (core/arrays.py).
+        sqrt, log1p: Functions of one array.
+        constant: The same numbers without a gradient.
+        take: take(array, places) along the last axis.
+    """
+
+    xp: Any
+    sqrt: Callable[[Array], Array]
+    log1p: Callable[[Array], Array]
+    constant: Callable[[Array], Array]
+    take: Callable[[Array, Array], Array]
+
+
+def excluded(of: Functions, x: Array, bias: Array | None, indices: Array) -> Array:
+    """True for each chosen expert that has no weight, (..., k).
+
+    Args:
+        of: Functions of the library.
+        x: Logits of the chosen experts, (..., k); any number for -1.
+        bias: Bias (experts,).
+        indices: The experts, -1 for none.
+    """
+    out = (indices < 0) | (x == -math.inf)
+    if bias is not None:
+        # An index of -1 would count from the end.
+        places = of.xp.where(indices < 0, 0, indices)
+        out = out | (of.take(of.xp.broadcast(bias, (*places.shape[:-1], bias.shape[0])), places) == -math.inf)
+    return out
+
+
+def weights_of(of: Functions, x: Array, out: Array, lse: Array, rule: Rule) -> Array:
+    """The weights of chosen experts, (..., k).
+
+    Args:
+        of: Functions of the library.
+        x: Their logits, (..., k).
+        out: True for those without a weight, (..., k).
+        lse: Logsumexp of all logits, (..., 1).
+        rule: How they are weighted.
+    """
+    xp, x = of.xp, of.xp.where(out, 0.0, x)
+    if rule.of_chosen:
+        scores = xp.exp(x - of.constant(shift(xp, xp.max(xp.where(out, -math.inf, x), -1))))
+    elif rule.score is Score.SOFTMAX:
+        scores = xp.exp(x - lse)
+    else:
+        scores = score_of(of, x, rule)
+    scores = xp.where(out, 0.0, scores)
+    if rule.renormalize:
+        scores = scores / _divisor(xp, xp.sum(scores, -1))
+    return xp.where(out, 0.0, scores * rule.scale)
+
+
+def score_of(of: Functions, x: Array, rule: Rule) -> Array:
+    """The score of each logit, for a score that depends on no other logit; x is not -inf."""
+    if rule.score is Score.IDENTITY:
+        return x
+    xp, t = of.xp, of.xp.exp(of.xp.where(x >= 0, -x, x))
+    if rule.score is Score.SIGMOID:
+        return xp.where(x >= 0, 1.0, t) / (1.0 + t)
+    softplus, low = xp.where(x >= 0, x, 0.0) + of.log1p(t), x < LOWEST
+    # The derivative of the square root is infinite where softplus underflows to 0.
+    return xp.where(low, xp.exp(xp.where(low, x, 0.0) * 0.5), of.sqrt(xp.where(low, 1.0, softplus)))
+
+
+def logsumexp(of: Functions, x: Array) -> Array:
+    """Logsumexp of logits (..., experts), (..., 1): -inf if all are -inf."""
+    xp = of.xp
+    m = of.constant(shift(xp, xp.max(x, -1)))
+    total = xp.sum(xp.exp(x - m), -1)
+    return xp.where(total == 0, -math.inf, m + xp.log(_divisor(xp, total)))
+
+
+def probabilities(of: Functions, x: Array, lse: Array, rule: Rule) -> Array:
+    """The probability of each expert, (..., experts); `lse` is the logsumexp of the logits, (..., 1)."""
+    xp, out = of.xp, x == -math.inf
+    x = xp.where(out, 0.0, x)
+    if rule.score is Score.SOFTMAX:
+        return xp.where(out, 0.0, xp.exp(x - xp.where(lse == -math.inf, 0.0, lse)))
+    scores = xp.where(out, 0.0, score_of(of, x, rule))
+    return scores if rule.score is Score.IDENTITY else scores / _divisor(xp, xp.sum(scores, -1))
+
+
+def _divisor(xp: Any, total: Array) -> Array:
+    """A sum to divide by: numbers of which none is positive are divided by 1."""
+    return xp.where(total == 0, 1.0, total)

@@ -1,0 +1,216 @@
+"""The routing of flat rows in PyTorch's operations: the reference that the kernels must equal, and its gradient.
+
+selection.py says which experts are chosen, formulas.py what they get.  Tokens of one sequence follow those of another,
+and each sequence has the same number.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from ..core.arrays import namespace
+from ..sampling.order import largest
+from ..torch.formulas import accumulator_of
+from . import formulas, selection
+from .results import Routed
+from .rules import Rule, Score
+
+Tensor = torch.Tensor
+
+
+class Call(NamedTuple):
+    """A call on flat rows; T is the number of tokens of all sequences.
+
+    Attributes:
+        x: Logits (T, experts).
+        bias: (experts,), contiguous, float32 (float64 for float64 logits); None for none.
+        mask: (T,), contiguous, boolean: False for a token that is not routed; None where all are.
+        indices: Given experts (T, k), contiguous, int32; None to choose them.
+        rule: How they are chosen and weighted.
+        sequences: Number of sequences, which divides T; counts and prob_sums are (sequences, experts).
+        counts, prob_sums: True where this result is wanted.
+    """
+
+    x: Tensor
+    bias: Tensor | None
+    mask: Tensor | None
+    indices: Tensor | None
+    rule: Rule
+    sequences: int
+    counts: bool
+    prob_sums: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients of the results of a call; None for 0.
+
+    Attributes:
+        weights: (T, k) float32 (float64 for float64 logits), as the following.
+        prob_sums: (sequences, experts).
+        lse: (T,).
+    """
+
+    weights: Tensor | None
+    prob_sums: Tensor | None
+    lse: Tensor | None
+
+
+def _take(t: Tensor, places: Tensor) -> Tensor:
+    return t.gather(-1, places.long())
+
+
+def _largest(keys: Tensor, k: int) -> Tensor:
+    return largest(keys.reshape(-1, keys.shape[-1]), k).reshape(*keys.shape[:-1], k)
+
+
+def _power_of_two(n: Tensor) -> Tensor:
+    return (n.nan_to_num(0.0).int() + 127 << 23).view(torch.float32)
+
+
+def choosing() -> selection.Functions:
+    """PyTorch's functions for the choice of experts."""
+    return selection.Functions(
+        namespace(torch.empty(0)), rounded=lambda t: t, double=Tensor.double, single=Tensor.float,
+        power_of_two=_power_of_two, sqrt=torch.sqrt, log1p=torch.log1p, largest=_largest,
+        sorted=lambda t: t.sort(-1).values, take=_take,
+    )  # fmt: skip
+
+
+def functions() -> formulas.Functions:
+    """PyTorch's functions for the formulas."""
+    return formulas.Functions(namespace(torch.empty(0)), torch.sqrt, torch.log1p, Tensor.detach, _take)
+
+
+@torch.no_grad()
+def choose(call: Call) -> Tensor:
+    """The experts of each token, (T, k) int32; -1 for none, in every column of a token that is not valid."""
+    experts = call.rule.experts
+    if call.indices is None:
+        x = call.x.to(accumulator_of(call.x.dtype, call.x.dtype))
+        indices = selection.chosen(choosing(), x, call.bias, call.rule, x.dtype == torch.float64).int()
+    else:
+        indices = call.indices.masked_fill((call.indices < 0) | (call.indices >= experts), -1)
+    return indices if call.mask is None else indices.masked_fill(~call.mask.unsqueeze(1), -1)
+
+
+def found_at(call: Call, indices: Tensor) -> Routed:
+    """The results for known experts, (T, k) int32 as `choose` returns them; by operations that have gradients."""
+    of, rule = functions(), call.rule
+    x = call.x.to(accumulator_of(call.x.dtype, call.x.dtype))
+    valid = (indices >= 0).any(1, keepdim=True)
+    # Logits of tokens that are not valid may be anything.
+    x = torch.where(valid, x, 0.0)
+    lse = formulas.logsumexp(of, x)
+    picked = x.gather(1, indices.clamp(min=0).long())
+    weights = formulas.weights_of(of, picked, formulas.excluded(of, picked, call.bias, indices), lse, rule)
+    sums = None
+    if call.prob_sums:
+        p = torch.where(valid, formulas.probabilities(of, x, lse, rule), 0.0)
+        sums = p.reshape(call.sequences, -1, rule.experts).sum(1)
+    counts = counts_of(call, indices) if call.counts else None
+    return Routed(weights, indices, counts, sums, torch.where(valid, lse, 0.0).squeeze(1))
+
+
+def counts_of(call: Call, indices: Tensor) -> Tensor:
+    """How many tokens of each sequence have each expert, (sequences, experts) int32."""
+    experts = call.rule.experts
+    # -1 is counted behind the last expert.
+    places = indices.masked_fill(indices < 0, experts).long().reshape(call.sequences, -1)
+    counts = torch.zeros(call.sequences, experts + 1, dtype=torch.int32, device=indices.device)
+    return counts.scatter_add(1, places, torch.ones_like(places, dtype=torch.int32))[:, :experts]
+
+
+@torch.no_grad()
+def gradient(call: Call, indices: Tensor, given: Gradients) -> Tensor:
+    """The gradient of the logits, (T, experts) in their dtype.
+
+    With p the softmax of the logits, q the weights before `scale`, dq their gradient, s' the derivative of the score,
+    and S the sum of the chosen scores:
+
+        lse                      p * dlse
+        softmax, all logits      q * dq at the chosen experts, and -p * sum(q * dq)
+        softmax, chosen logits   q * (dq - sum(q * dq)) at the chosen experts
+        another score            s' * dq at the chosen experts; renormalized, s' * (dq - sum(q * dq)) / S
+        prob_sums                p * (dp - sum(p * dp)); of another score s' * (dp - sum(p * dp)) / sum(s)
+
+    Args:
+        call: The call.
+        indices: The experts that its results have.
+        given: Gradients of the results.
+    """
+    of, rule, dlse = functions(), call.rule, given.lse
+    x = call.x.to(accumulator_of(call.x.dtype, call.x.dtype))
+    valid = (indices >= 0).any(1, keepdim=True)
+    x = torch.where(valid, x, 0.0)
+    lse = formulas.logsumexp(of, x)
+    dx, factor = torch.zeros_like(x), 0.0 if dlse is None else dlse.unsqueeze(1)
+    if given.weights is not None:
+        at, total = _of_weights(call, x, lse, indices, given.weights)
+        factor = factor - total
+        dx.scatter_add_(1, indices.clamp(min=0).long(), at)
+    if dlse is not None or (given.weights is not None and rule.score is Score.SOFTMAX and not rule.of_chosen):
+        dx += factor * formulas.probabilities(of, x, lse, rule._replace(score=Score.SOFTMAX))
+    if given.prob_sums is not None:
+        dp = given.prob_sums.unsqueeze(1).expand(-1, len(x) // call.sequences, -1).reshape(x.shape)
+        dx += _of_probabilities(x, lse, rule, dp)
+    return torch.where(valid, dx, 0.0).to(call.x.dtype)
+
+
+def _of_weights(call: Call, x: Tensor, lse: Tensor, indices: Tensor, dw: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of weights: of the chosen logits, (T, k); and the factor of -p for all logits, (T, 1).
+
+    Args:
+        call, indices: As for `gradient`.
+        x: Logits (T, experts).
+        lse: Their logsumexp (T, 1).
+        dw: Gradient of the weights.
+    """
+    of, rule = functions(), call.rule
+    picked = x.gather(1, indices.clamp(min=0).long())
+    out = formulas.excluded(of, picked, call.bias, indices)
+    picked = picked.masked_fill(out, 0.0)
+    q = formulas.weights_of(of, picked, out, lse, rule._replace(scale=1.0))
+    dq = (dw * rule.scale).masked_fill(out, 0.0)
+    total = (q * dq).sum(1, keepdim=True)
+    none = torch.zeros_like(total)
+    if rule.of_chosen:
+        return (q * (dq - total)).masked_fill(out, 0.0), none
+    if rule.score is Score.SOFTMAX:
+        return q * dq, total
+    if rule.renormalize:
+        dq = (dq - total) / _sum_of(formulas.score_of(of, picked, rule).masked_fill(out, 0.0))
+    return (_slope(picked, rule) * dq).masked_fill(out, 0.0), none
+
+
+def _of_probabilities(x: Tensor, lse: Tensor, rule: Rule, dp: Tensor) -> Tensor:
+    """The gradient of the logits (T, experts), of that of their probabilities."""
+    of, out = functions(), x == -math.inf
+    if rule.score is Score.IDENTITY:
+        return dp.masked_fill(out, 0.0)
+    p = formulas.probabilities(of, x, lse, rule)
+    centered = dp - (p * dp).sum(1, keepdim=True)
+    if rule.score is Score.SOFTMAX:
+        return p * centered
+    x = x.masked_fill(out, 0.0)
+    total = _sum_of(formulas.score_of(of, x, rule).masked_fill(out, 0.0))
+    return (_slope(x, rule) * centered / total).masked_fill(out, 0.0)
+
+
+def _sum_of(scores: Tensor) -> Tensor:
+    """The sum of the scores of each token, infinite where it is 0."""
+    total = scores.sum(1, keepdim=True)
+    return total.masked_fill(total == 0, math.inf)
+
+
+def _slope(x: Tensor, rule: Rule) -> Tensor:
+    """The derivative of the score of each logit."""
+    if rule.score is Score.IDENTITY:
+        return torch.ones_like(x)
+    sigmoid = x.sigmoid()
+    if rule.score is Score.SIGMOID:
+        return sigmoid * (-x).sigmoid()
+    s, low = formulas.score_of(functions(), x, rule), x < formulas.LOWEST
+    return torch.where(low, s * 0.5, sigmoid / (2.0 * s.masked_fill(low, 1.0)))

@@ -1,0 +1,137 @@
+"""The numbers of a routing, checked and made uniform: the record that formulas and kernels read."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+from ..core.options import is_number
+
+
+class Score(Enum):
+    """The function that makes scores of logits."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    SQRTSOFTPLUS = "sqrtsoftplus"
+    IDENTITY = "identity"
+
+
+SCORES = tuple(score.value for score in Score)
+
+ORDERS = ("score_first", "topk_first")
+
+GROUP_SCORES = {"max": 1, "top2_sum": 2}
+
+MOST_EXPERTS = 8192
+"""Experts whose masses can be added in float64 without rounding (selection.py)."""
+
+
+class Rule(NamedTuple):
+    """How experts are chosen and weighted.
+
+    Attributes:
+        experts: Number of experts, E, from 1 to MOST_EXPERTS.
+        k: Experts of a token, from 1 to E.
+        score: The score.
+        topk_first: True to choose by logits, and to compute the scores of the chosen ones.
+        groups: Number of groups, which divides E; 1 without groups.
+        group_k: Number of groups that a token may choose from; 1 without groups.  k <= group_k * E / groups.
+        group_top: Number of experts of a group, at most E / groups, whose scores are added to the score of the group.
+        renormalize: True where the weights of a token are divided by their sum.  Also True for softmax of the chosen
+            logits (topk_first), and False for the identity only if the caller says so.
+        scale: Factor of the weights, a finite number.
+    """
+
+    experts: int
+    k: int
+    score: Score
+    topk_first: bool
+    groups: int
+    group_k: int
+    group_top: int
+    renormalize: bool
+    scale: float
+
+    @property
+    def of_chosen(self) -> bool:
+        """True where the weights are the softmax of the chosen logits."""
+        return self.score is Score.SOFTMAX and self.renormalize
+
+    @property
+    def selection(self) -> Score:
+        """The score by which experts are chosen."""
+        return Score.IDENTITY if self.topk_first else self.score
+
+
+def checked_rule(
+    caller: str,
+    experts: int,
+    k: Any,
+    score: Any,
+    order: Any,
+    groups: tuple[Any, Any, Any],
+    renormalize: Any,
+    scale: Any,
+) -> Rule:
+    """The rule of a call.
+
+    Args:
+        caller: Name of the public function, for errors.
+        experts: Number of experts.
+        k, score, order, renormalize, scale: Arguments of `route`.
+        groups: Its arguments groups, group_k and group_score.
+
+    Raises:
+        TypeError, ValueError: an argument has the wrong type or value.
+    """
+    if not 1 <= experts <= MOST_EXPERTS:
+        raise ValueError(f"{caller}: logits must have from 1 to {MOST_EXPERTS} experts, got {experts}")
+    chosen = _whole(caller, "k", k)
+    if not 1 <= chosen <= experts:
+        raise ValueError(f"{caller}: k must be from 1 to the {experts} experts, got {k}")
+    for argument, value, words in (("score", score, SCORES), ("order", order, ORDERS)):
+        if not isinstance(value, str) or value not in words:
+            raise ValueError(f"{caller}: {argument} must be {' or '.join(map(repr, words))}, got {value!r}")
+    if not isinstance(renormalize, bool):
+        raise TypeError(f"{caller}: renormalize must be a bool, not {type(renormalize).__name__}")
+    if not is_number(scale) or not abs(float(scale)) < float("inf"):
+        raise ValueError(f"{caller}: scale must be a finite number, got {scale!r}")
+    number, group_k, group_top = _checked_groups(caller, experts, chosen, groups)
+    topk_first = order == "topk_first"
+    together = renormalize or (topk_first and Score(score) is Score.SOFTMAX)
+    return Rule(experts, chosen, Score(score), topk_first, number, group_k, group_top, together, float(scale))
+
+
+def _checked_groups(caller: str, experts: int, k: int, given: tuple[Any, Any, Any]) -> tuple[int, int, int]:
+    """The numbers groups, group_k and group_top of a rule."""
+    groups, group_k, score = given
+    if isinstance(score, str):
+        if score not in GROUP_SCORES:
+            raise ValueError(f"{caller}: group_score must be 'max', 'top2_sum' or an int, got {score!r}")
+        top = GROUP_SCORES[score]
+    else:
+        top = _whole(caller, "group_score", score)
+        if top < 1:
+            raise ValueError(f"{caller}: group_score must be at least 1, got {score}")
+    if (groups is None) != (group_k is None):
+        raise ValueError(f"{caller}: groups and group_k belong together, got {groups!r} and {group_k!r}")
+    if groups is None:
+        return 1, 1, 1
+    number, kept = _whole(caller, "groups", groups), _whole(caller, "group_k", group_k)
+    if number < 1 or experts % number:
+        raise ValueError(f"{caller}: groups must divide the {experts} experts, got {groups}")
+    if not 1 <= kept <= number:
+        raise ValueError(f"{caller}: group_k must be from 1 to the {number} groups, got {group_k}")
+    size = experts // number
+    if k > kept * size:
+        raise ValueError(f"{caller}: k = {k} experts are more than {kept} groups of {size} have")
+    # If every group is kept, there is nothing to choose.
+    return (number, kept, min(top, size)) if kept < number else (1, 1, 1)
+
+
+def _whole(caller: str, argument: str, value: Any) -> int:
+    """An integer; a bool is none."""
+    if isinstance(value, bool) or not is_number(value) or not hasattr(value, "__index__"):
+        raise TypeError(f"{caller}: {argument} must be an int, not {type(value).__name__}")
+    return int(value)
