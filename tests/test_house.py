@@ -52,6 +52,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
         "files/apply.py",
         "linear/__init__.py",
         "linear/module.py",
+        "routing/__init__.py",
         "sampling/__init__.py",
         "jax/functions.py",
         "jax/linear/__init__.py",

@@ -100,6 +100,7 @@ WORKS = {
     "State": lambda: [osm.State.identity(x).merge(state), osm.State.merge_all([state]), state.logsumexp(),
                       state.softmax(x), state.log_softmax(x)],
     "sampling": lambda: [osm.sample(x, top_p=0.9), osm.topk_logprobs(x, 2), osm.verify(x, np.array([3]))],
+    "routing": lambda: osm.router_z_loss(osm.route(x, 2, prob_sums=True)),
     "reference.online": lambda: osm.reference.online(x),
     "explain": lambda: [str(osm.explain((4, 5))), str(osm.explain((4, 5), device="h200")), str(osm.explain(x))],
     "explain for jax": lambda: str(osm.explain((4, 5), framework="jax")),

@@ -55,7 +55,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Bottom first.  A name stands for a module, or for a package and all in it; "" is the public face, __init__.py.  The
 kernels that an operation brings stand in its room, and import the parts of the others.  The public functions of a head
-stand in linear/__init__.py, those of sampling in sampling/__init__.py and run.py.
+stand in linear/__init__.py, those of routing and sampling in routing/__init__.py, sampling/__init__.py and run.py.
 
 Nothing that users import stands above `lab`, which measures it; only the command line imports `lab`.
 """
@@ -87,6 +87,8 @@ FRAMEWORKS: dict[str, set[str]] = {
     "sampling.run": {"torch"},
     "sampling.topk": {"torch"},
     "sampling.verification": {"torch"},
+    "routing.arguments": {"torch"},
+    "routing.operators": {"torch"},
     "routing.reference": {"torch"},
     "routing.run": {"torch"},
     "overrides.calls": {"torch"},

@@ -145,6 +145,8 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "temperature": lambda x: osm.sample(np.ones((2, 2)), temperature=x, seed=0),
     "seed": lambda x: osm.sample(np.ones((2, 2)), seed=x),
     "topk_logprobs": lambda x: osm.topk_logprobs(x, 1),
+    "route": lambda x: osm.route(x, 1),
+    "bias of a route": lambda x: osm.route(np.ones((2, 2)), 1, bias=x),
     "drafts": lambda x: osm.verify(np.ones((3, 2)), x, seed=0),
 }
 

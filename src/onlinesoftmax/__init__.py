@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .ops import reference as reference
     from .overrides import override
     from .planner.plan import Plan, PlanError
+    from .routing import load_balancing_loss, route, router_z_loss
     from .sampling import sample, topk_logprobs, verify
 
 __version__ = "0.1.0"
@@ -45,9 +46,12 @@ __all__ = [
     "linear_cross_entropy",
     "linear_token_logprobs",
     "linear_token_loss",
+    "load_balancing_loss",
     "log_softmax",
     "logsumexp",
     "override",
+    "route",
+    "router_z_loss",
     "sample",
     "softmax",
     "token_logprobs",
@@ -63,6 +67,9 @@ _HOME = {
     "linear_cross_entropy": "linear",
     "linear_token_logprobs": "linear",
     "linear_token_loss": "linear",
+    "load_balancing_loss": "routing",
+    "route": "routing",
+    "router_z_loss": "routing",
     "sample": "sampling",
     "token_logprobs": "api",
     "topk_logprobs": "sampling",

@@ -69,6 +69,7 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
         "linear",
         "models",
         "sampling",
+        "routing",
         "jax",
         "plans",
         "compiler",

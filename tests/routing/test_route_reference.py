@@ -11,8 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the routing of tensors needs torch")
 
 from onlinesoftmax.routing import reference  # noqa: E402  # torch may be missing
-from onlinesoftmax.routing.reference import Call, Gradients  # noqa: E402
-from onlinesoftmax.routing.rules import checked_rule  # noqa: E402
+from onlinesoftmax.routing.rules import Call, Gradients, checked_rule  # noqa: E402
 
 OPTIONS = [
     (score, order, renormalize)
@@ -27,7 +26,7 @@ def call_of(x, k, *, bias=None, mask=None, indices=None, sequences=1, **given): 
     names |= {"renormalize": True, "scale": 1.0} | given
     groups = tuple(names.pop(name) for name in ("groups", "group_k", "group_score"))
     rule = checked_rule("route()", x.shape[-1], k, groups=groups, **names)
-    return Call(x, bias, mask, indices, rule, sequences, True, True)
+    return Call(x, bias, mask, indices, rule, sequences, len(x) // sequences, True, True)
 
 
 def scores_of(x: np.ndarray, score: str) -> np.ndarray:

@@ -1,8 +1,192 @@
 """Routing of tokens to the experts of a mixture: choice, weights, counts and the sums of the losses.
 
-rules.py         the numbers of a routing, checked
-selection.py     which experts a token chooses: the same on every device, to the last bit of a score
-formulas.py      weights, probabilities and logsumexp
-reference.py     both for flat rows of torch tensors, and the gradient
-run.py           a call: by a kernel, or in PyTorch's operations
+    route                 the experts of each token
+    load_balancing_loss   smallest where all experts are used evenly
+    router_z_loss         keeps the logits small
+
+rules.py checks the numbers and the arrays; selection.py says which experts a token chooses, to the last bit of a score;
+formulas.py has weights, probabilities and logsumexp.  For torch tensors, reference.py has all of it with the gradient,
+and run.py takes a kernel or reference.py.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from ..core.annotations import A
+from ..core.arrays import check_no_jax
+from ..kernels.registry import needing
+from . import losses
+from .results import Routed
+from .rules import check_flags, checked_rule
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Routed", "load_balancing_loss", "route", "router_z_loss"]
+
+
+def route(
+    logits: A, k: int, *, score: Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"] = "softmax",
+    order: Literal["score_first", "topk_first"] = "score_first", bias: A | None = None, groups: int | None = None,
+    group_k: int | None = None, group_score: Literal["top2_sum", "max"] | int = "top2_sum", renormalize: bool = True,
+    scale: float = 1.0, indices: A | None = None, mask: A | None = None, counts: bool = True, prob_sums: bool = False,
+    dense: bool = False,
+) -> Routed:  # fmt: skip
+    """Choose k experts for each token of a mixture of experts, and weight them.
+
+    The score of an expert is a function of its logit x: its softmax over the experts, sigmoid(x), sqrt(log(1 +
+    exp(x))), or x itself.  The k experts with the largest scores are chosen; of equal scores, that of the lower expert.
+    Their weights are their scores, divided by their sum with `renormalize`, times `scale`.  With the order
+    "topk_first", the k largest logits are chosen, and the scores are those of the k logits alone.
+
+    Everything is computed in float32 (float64 for float64 logits).  Whatever the logits are, the experts of a token are
+    different ones from 0 to E - 1: a NaN counts as the largest score.  An expert whose logit or bias is -inf is chosen
+    only if too few others are left, and its weight is 0.  If the scores to divide by add up to 0, the weights are 0.
+    The same call gives the same bits.
+
+    Args:
+        logits: Floating-point tensor or NumPy array (..., tokens, E) of E experts, at most 8192.  Axes before the
+            tokens are sequences: each has its own counts and prob_sums.
+        k: Number of experts of a token, from 1 to E.
+        score: The score.
+        order: "score_first", or "topk_first" to choose by logits and compute the scores of the chosen ones.
+        bias: One number for each expert, (E,), added to the scores (to the logits, if they choose) for the choice
+            alone.  It has no gradient.
+        groups: Number of groups that the experts are divided into, neighbours in one group.
+        group_k: Number of groups that a token can choose from: those with the largest scores.
+        group_score: Score of a group: the sum of its two largest scores, bias included ("top2_sum"); of its n largest
+            (n); or the largest ("max").
+        renormalize: Divide the weights of a token by their sum.
+        scale: Factor of the weights.
+        indices: Experts to take instead of choosing them, integers (..., tokens, k), as in the replay of a routing;
+            bias, groups and order choose nothing then.  A number that is no expert, as -1, has weight 0; a token
+            without an expert is masked.
+        mask: Boolean, broadcasts to (..., tokens): False for a token that is not routed.  Its experts are -1, its
+            weights and its lse are 0, and it is not counted.
+        counts: Return how many tokens chose each expert.
+        prob_sums: Return the probability of each expert, added over the tokens of a sequence: the softmax; for sigmoid
+            and sqrtsoftplus, the score divided by the sum of all scores; for identity, the logit.
+        dense: Return the weights of all experts too, 0 where an expert is not chosen.
+
+    Returns:
+        The named tuple `Routed` (weights, indices, counts, prob_sums, lse, dense).  Weights, prob_sums, lse and dense
+        are differentiable in the logits; for this, nothing as large as the logits is kept but the logits.
+
+    Raises:
+        TypeError, RuntimeError, ValueError: an argument has the wrong type, dtype, device, shape or value; groups do
+            not divide the experts, or the chosen groups have fewer than k.  The values of tensors are not read.
+
+    Source:
+        Shazeer et al., "Outrageously Large Neural Networks", arXiv:1701.06538; bias and groups: DeepSeek-AI,
+        "DeepSeek-V3 Technical Report", arXiv:2412.19437.
+
+    Example:
+        >>> import torch
+        >>> found = route(torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 0.0, 0.0, 0.0]]), 2)
+        >>> found.indices, found.counts
+        (tensor([[1, 3],
+                [0, 1]], dtype=torch.int32), tensor([1, 2, 0, 1], dtype=torch.int32))
+        >>> found.weights
+        tensor([[0.5000, 0.5000],
+                [0.9526, 0.0474]])
+    """
+    arguments, run = _modules("route", logits)
+    shape: Any = getattr(logits, "shape", ())
+    rule = checked_rule(
+        "route()", shape[-1] if len(shape) else 1, k, score, order, (groups, group_k, group_score), renormalize, scale
+    )
+    check_flags(counts=counts, prob_sums=prob_sums, dense=dense)
+    call = arguments.checked_call(logits, bias, mask, indices, rule, counts, prob_sums)
+    found: Routed = run.route(call, tuple(shape[:-1]), dense)
+    return found
+
+
+def load_balancing_loss(
+    routed: Routed,
+    kind: Literal["switch", "sequence"] = "switch",
+    *,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> Any:
+    """The loss that is smallest, 1, where a router uses all experts evenly.
+
+    It is E * sum over the E experts of f * p: f is the part of the choices that fell on the expert, counts / (k *
+    tokens), a constant; p is its mean probability, prob_sums / tokens.  If the router takes the same k experts for
+    every token, and their probabilities add up to 1, the loss is E / k.
+
+    Args:
+        routed: Result of `route` with `prob_sums=True`.
+        kind: "switch" for one loss over the tokens of all sequences; "sequence" for the mean of the losses of the
+            sequences, of logits (sequences, tokens, E).
+        group: Process group whose processes have other tokens of the batch, or, for "sequence", other tokens of the
+            same sequences.  Its counts are added up, and each process gets its share: the mean of the losses of the
+            processes is the loss of all tokens, so that the mean of their gradients is its gradient, as
+            DistributedDataParallel takes it.
+
+    Returns:
+        A scalar, differentiable in the logits; 0 without a token.
+
+    Raises:
+        TypeError, ValueError: routed is no result of `route`, or has no counts or no prob_sums; kind is unknown.
+
+    Source:
+        Fedus, Zoph and Shazeer, "Switch Transformers", arXiv:2101.03961, equation 4; for sequences: DeepSeek-AI,
+        "DeepSeek-V3 Technical Report", arXiv:2412.19437, equation 17.
+
+    Example:
+        >>> import torch
+        >>> load_balancing_loss(route(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), 1, prob_sums=True))
+        tensor(1.)
+    """
+    return losses.load_balancing_loss(routed, kind, lambda counts: _total(counts, group))
+
+
+def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | None = None) -> Any:
+    """The mean of lse^2 over the tokens, which keeps the logits of a router small.
+
+    Args:
+        routed: Result of `route`.
+        group: Process group whose processes have other tokens, as for `load_balancing_loss`: the mean of the losses of
+            its processes is the loss of all tokens.
+
+    Returns:
+        A scalar, differentiable in the logits; 0 without a token.
+
+    Raises:
+        TypeError, ValueError: routed is no result of `route`, or has no counts.
+
+    Source:
+        Zoph et al., "ST-MoE: Designing Stable and Transferable Sparse Expert Models", arXiv:2202.08906, equation 5.
+
+    Example:
+        >>> import torch
+        >>> router_z_loss(route(torch.zeros(3, 4), 1))
+        tensor(1.9218)
+    """
+    return losses.router_z_loss(routed, lambda counts: _total(counts, group))
+
+
+def _total(counts: Any, group: Any) -> tuple[Any, int]:
+    """The counts of all processes of a group, and their number."""
+    if group is None:
+        return counts, 1
+    import torch.distributed as dist
+
+    counts = counts.clone()
+    dist.all_reduce(counts, group=group)
+    return counts, dist.get_world_size(group)
+
+
+def _modules(function: str, logits: Any) -> tuple[Any, Any]:
+    """The modules that check the arguments and compute, for NumPy arrays or torch tensors."""
+    if isinstance(logits, np.ndarray):
+        from ..numpy import routing
+
+        return routing, routing
+    check_no_jax(function, type(logits))
+    with needing("torch", "routing"):
+        from . import arguments, run
+
+        return arguments, run

@@ -54,21 +54,50 @@ class Functions(NamedTuple):
     take: Callable[[Array, Array], Array]
 
 
-def excluded(of: Functions, x: Array, bias: Array | None, indices: Array) -> Array:
-    """True for each chosen expert that has no weight, (..., k).
+class Found(NamedTuple):
+    """The results of each token; the last axis stays.
+
+    Attributes:
+        weights: (..., k).
+        probabilities: (..., experts), 0 for a token that is not valid; None unless asked for.
+        lse: (..., 1), 0 for a token that is not valid.
+    """
+
+    weights: Array
+    probabilities: Array | None
+    lse: Array
+
+
+def results_of(
+    of: Functions, x: Array, bias: Array | None, indices: Array, rule: Rule, with_probabilities: bool
+) -> Found:  # fmt: skip
+    """The results for known experts.
 
     Args:
         of: Functions of the library.
-        x: Logits of the chosen experts, (..., k); any number for -1.
-        bias: Bias (experts,).
-        indices: The experts, -1 for none.
+        x: Logits (..., experts), float32 or float64.
+        bias: Bias (experts,), or None.
+        indices: The experts of each token, (..., k); -1 for none.
+        rule: How they are weighted.
+        with_probabilities: True to return the probabilities.
     """
-    out = (indices < 0) | (x == -math.inf)
-    if bias is not None:
-        # An index of -1 would count from the end.
-        places = of.xp.where(indices < 0, 0, indices)
-        out = out | (of.take(of.xp.broadcast(bias, (*places.shape[:-1], bias.shape[0])), places) == -math.inf)
-    return out
+    xp, places = of.xp, of.xp.where(indices < 0, 0, indices)
+    valid = xp.max(indices, -1) >= 0
+    # The logits of a token that is not valid may be anything.
+    x = xp.where(valid, x, 0.0)
+    lse, picked = logsumexp(of, x), of.take(x, places)
+    out = (indices < 0) | (picked == -math.inf) | is_out(of, bias, places)
+    weights = weights_of(of, picked, out, lse, rule)
+    p = xp.where(valid, probabilities(of, x, lse, rule), 0.0) if with_probabilities else None
+    return Found(weights, p, xp.where(valid, lse, 0.0))
+
+
+def is_out(of: Functions, bias: Array | None, places: Array) -> Array | bool:
+    """True for each expert whose bias is -inf, (..., k); a bool without a bias."""
+    if bias is None:
+        return False
+    excluded: Array = of.take(of.xp.broadcast(bias, (*places.shape[:-1], bias.shape[0])), places) == -math.inf
+    return excluded
 
 
 def weights_of(of: Functions, x: Array, out: Array, lse: Array, rule: Rule) -> Array:

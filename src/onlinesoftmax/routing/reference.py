@@ -7,7 +7,6 @@ and each sequence has the same number.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 
@@ -16,46 +15,9 @@ from ..sampling.order import largest
 from ..torch.formulas import accumulator_of
 from . import formulas, selection
 from .results import Routed
-from .rules import Rule, Score
+from .rules import Call, Gradients, Rule, Score
 
 Tensor = torch.Tensor
-
-
-class Call(NamedTuple):
-    """A call on flat rows; T is the number of tokens of all sequences.
-
-    Attributes:
-        x: Logits (T, experts).
-        bias: (experts,), contiguous, float32 (float64 for float64 logits); None for none.
-        mask: (T,), contiguous, boolean: False for a token that is not routed; None where all are.
-        indices: Given experts (T, k), contiguous, int32; None to choose them.
-        rule: How they are chosen and weighted.
-        sequences: Number of sequences, which divides T; counts and prob_sums are (sequences, experts).
-        counts, prob_sums: True where this result is wanted.
-    """
-
-    x: Tensor
-    bias: Tensor | None
-    mask: Tensor | None
-    indices: Tensor | None
-    rule: Rule
-    sequences: int
-    counts: bool
-    prob_sums: bool
-
-
-class Gradients(NamedTuple):
-    """Gradients of the results of a call; None for 0.
-
-    Attributes:
-        weights: (T, k) float32 (float64 for float64 logits), as the following.
-        prob_sums: (sequences, experts).
-        lse: (T,).
-    """
-
-    weights: Tensor | None
-    prob_sums: Tensor | None
-    lse: Tensor | None
 
 
 def _take(t: Tensor, places: Tensor) -> Tensor:
@@ -98,29 +60,23 @@ def choose(call: Call) -> Tensor:
 
 def found_at(call: Call, indices: Tensor) -> Routed:
     """The results for known experts, (T, k) int32 as `choose` returns them; by operations that have gradients."""
-    of, rule = functions(), call.rule
     x = call.x.to(accumulator_of(call.x.dtype, call.x.dtype))
-    valid = (indices >= 0).any(1, keepdim=True)
-    # Logits of tokens that are not valid may be anything.
-    x = torch.where(valid, x, 0.0)
-    lse = formulas.logsumexp(of, x)
-    picked = x.gather(1, indices.clamp(min=0).long())
-    weights = formulas.weights_of(of, picked, formulas.excluded(of, picked, call.bias, indices), lse, rule)
-    sums = None
-    if call.prob_sums:
-        p = torch.where(valid, formulas.probabilities(of, x, lse, rule), 0.0)
-        sums = p.reshape(call.sequences, -1, rule.experts).sum(1)
-    counts = counts_of(call, indices) if call.counts else None
-    return Routed(weights, indices, counts, sums, torch.where(valid, lse, 0.0).squeeze(1))
+    found = formulas.results_of(functions(), x, call.bias, indices, call.rule, call.prob_sums)
+    sums, counts = None, None
+    if found.probabilities is not None:
+        sums = found.probabilities.reshape(call.sequences, call.tokens, call.rule.experts).sum(1)
+    if call.counts:
+        counts = counts_of(call, indices)
+    return Routed(found.weights, indices, counts, sums, found.lse.squeeze(1))
 
 
 def counts_of(call: Call, indices: Tensor) -> Tensor:
     """How many tokens of each sequence have each expert, (sequences, experts) int32."""
     experts = call.rule.experts
     # -1 is counted behind the last expert.
-    places = indices.masked_fill(indices < 0, experts).long().reshape(call.sequences, -1)
+    places = indices.masked_fill(indices < 0, experts).long().reshape(call.sequences, call.tokens * call.rule.k)
     counts = torch.zeros(call.sequences, experts + 1, dtype=torch.int32, device=indices.device)
-    return counts.scatter_add(1, places, torch.ones_like(places, dtype=torch.int32))[:, :experts]
+    return counts.scatter_add(1, places, torch.ones_like(places, dtype=torch.int32))[:, :experts].contiguous()
 
 
 @torch.no_grad()
@@ -154,7 +110,7 @@ def gradient(call: Call, indices: Tensor, given: Gradients) -> Tensor:
     if dlse is not None or (given.weights is not None and rule.score is Score.SOFTMAX and not rule.of_chosen):
         dx += factor * formulas.probabilities(of, x, lse, rule._replace(score=Score.SOFTMAX))
     if given.prob_sums is not None:
-        dp = given.prob_sums.unsqueeze(1).expand(-1, len(x) // call.sequences, -1).reshape(x.shape)
+        dp = given.prob_sums.unsqueeze(1).expand(-1, call.tokens, -1).reshape(x.shape)
         dx += _of_probabilities(x, lse, rule, dp)
     return torch.where(valid, dx, 0.0).to(call.x.dtype)
 
@@ -169,8 +125,9 @@ def _of_weights(call: Call, x: Tensor, lse: Tensor, indices: Tensor, dw: Tensor)
         dw: Gradient of the weights.
     """
     of, rule = functions(), call.rule
-    picked = x.gather(1, indices.clamp(min=0).long())
-    out = formulas.excluded(of, picked, call.bias, indices)
+    places = indices.clamp(min=0)
+    picked = _take(x, places)
+    out = (indices < 0) | (picked == -math.inf) | formulas.is_out(of, call.bias, places)
     picked = picked.masked_fill(out, 0.0)
     q = formulas.weights_of(of, picked, out, lse, rule._replace(scale=1.0))
     dq = (dw * rule.scale).masked_fill(out, 0.0)

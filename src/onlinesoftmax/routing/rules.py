@@ -1,10 +1,13 @@
-"""The numbers of a routing, checked and made uniform: the record that formulas and kernels read."""
+"""The arguments of a routing, checked and made uniform: the records that formulas and kernels read."""
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Any, NamedTuple
 
+from ..core.arguments import Library
+from ..core.arrays import Array, broadcasts
 from ..core.options import is_number
 
 
@@ -62,6 +65,82 @@ class Rule(NamedTuple):
     def selection(self) -> Score:
         """The score by which experts are chosen."""
         return Score.IDENTITY if self.topk_first else self.score
+
+
+class Call(NamedTuple):
+    """A call on flat rows; T = sequences * tokens.
+
+    Attributes:
+        x: Logits (T, experts): the tokens of one sequence, then those of the next.
+        bias: (experts,), contiguous, float32 (float64 for float64 logits); None for none.
+        mask: (T,), contiguous, boolean: False for a token that is not routed; None where all are.
+        indices: Given experts (T, k), contiguous, int32; None to choose them.
+        rule: How they are chosen and weighted.
+        sequences, tokens: Number of sequences, and of tokens of each.  counts and prob_sums are (sequences, experts).
+        counts, prob_sums: True where this result is wanted.
+    """
+
+    x: Array
+    bias: Array | None
+    mask: Array | None
+    indices: Array | None
+    rule: Rule
+    sequences: int
+    tokens: int
+    counts: bool
+    prob_sums: bool
+
+
+class Gradients(NamedTuple):
+    """Gradients of the results of a call; None for 0.
+
+    Attributes:
+        weights: (T, k) float32 (float64 for float64 logits), as the following.
+        prob_sums: (sequences, experts).
+        lse: (T,).
+    """
+
+    weights: Array | None
+    prob_sums: Array | None
+    lse: Array | None
+
+
+def check_arrays(library: Library, logits: Any, bias: Any, mask: Any, indices: Any, k: Any) -> None:
+    """Raise an error for an array that has the wrong type, dtype, shape or place; k is checked by `checked_rule`."""
+    caller = "route()"
+    library.check_array(caller, "logits", logits)
+    if type(logits).__name__ == "DTensor":
+        raise TypeError(f"{caller}: logits is a DTensor, which this function does not take: pass its local tensor")
+    if library.kind_of(logits) != "floating":
+        raise NotImplementedError(f"{caller}: logits must be floating point, got {logits.dtype}")
+    if not logits.ndim:
+        raise ValueError(f"{caller}: logits must have a dimension of experts, got a number")
+    rows, experts = tuple(logits.shape[:-1]), logits.shape[-1]
+    for argument, t, kind in (("bias", bias, "floating"), ("mask", mask, "boolean"), ("indices", indices, "integer")):
+        if t is None:
+            continue
+        library.check_array(caller, argument, t, logits)
+        if library.kind_of(t) != kind:
+            wanted = {"boolean": "boolean (True for the tokens to route)", "floating": "floating point"}.get(kind, kind)
+            raise RuntimeError(f"{caller}: {argument} must be {wanted}, got {t.dtype}")
+    if bias is not None and tuple(bias.shape) != (experts,):
+        raise ValueError(f"{caller}: bias must have one number for each expert, ({experts},), got {tuple(bias.shape)}")
+    if mask is not None and not broadcasts(tuple(mask.shape), rows):
+        raise ValueError(f"{caller}: mask of shape {tuple(mask.shape)} does not broadcast to the tokens' {rows}")
+    if indices is not None and tuple(indices.shape) != (*rows, k):
+        raise ValueError(f"{caller}: indices must have shape {(*rows, k)}, got {tuple(indices.shape)}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Raise an error for a flag that is no bool."""
+    for argument, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"route(): {argument} must be a bool, not {type(value).__name__}")
+
+
+def sizes_of(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Number of sequences, and of the tokens of each, for logits of a shape (..., tokens, experts)."""
+    return math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1
 
 
 def checked_rule(

@@ -1,14 +1,53 @@
-"""The routing of flat rows of torch tensors: by a kernel, or in PyTorch's operations."""
+"""The routing of torch tensors: by a kernel, or in PyTorch's operations; recorded by autograd, or as an operator."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
+from ..torch.arguments import is_batched
+from ..torch.fast_path import is_transformed
+from ..torch.formulas import PLAIN_TYPES
+from ..torch.namespace import NAMESPACE
 from . import reference
-from .reference import Call, Gradients, Tensor
 from .results import Routed
+from .rules import Call, Gradients
+
+Tensor = torch.Tensor
+
+
+def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
+    """The results of a call, in the shapes that the caller has.
+
+    Args:
+        call: The call.
+        rows: Shape of the logits without the dimension of experts.
+        dense: True to return the weight of every expert.
+    """
+    x = call.x
+    if torch.compiler.is_compiling():
+        found = _by_operator(call)
+    elif type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
+        found = reference.found_at(call, reference.choose(call))
+    elif torch.is_grad_enabled() and x.requires_grad:
+        recorded: Any = _Recorded.apply(x, call._replace(x=None))
+        found = Routed(*recorded)
+    else:
+        found = found_of(call)
+    weights, indices, counts, sums, lse, _ = found
+    experts, k = call.rule.experts, call.rule.k
+    whole = None
+    if dense:
+        places = indices.clamp(min=0).long()
+        whole = weights.new_zeros(len(x), experts).scatter_add(1, places, weights).reshape(*rows, experts)
+    counts, sums = (None if t is None else t.reshape(*rows[:-1], experts) for t in (counts, sums))
+    weights, indices = (t.reshape(*rows, k) for t in (weights, indices))
+    return Routed(weights, indices, counts, sums, lse.reshape(rows), whole)
 
 
 def found_of(call: Call) -> Routed:
-    """The results of a call, without a gradient and without `dense`."""
+    """The results of a call on flat rows, without a gradient and without `dense`."""
     found = _by_kernel(call)
     return reference.found_at(call, reference.choose(call)) if found is None else found
 
@@ -27,3 +66,56 @@ def _by_kernel(call: Call) -> Routed | None:
 def _gradient_by_kernel(call: Call, found: Routed, given: Gradients) -> Tensor | None:
     """The gradient of a call by a kernel; None where none takes the call."""
     return None
+
+
+class _Recorded(torch.autograd.Function):
+    """The results of a call, recorded by autograd; it saves the logits and what is (T, k), (T,) or (experts,)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Call) -> Any:
+        found = found_of(how._replace(x=x))
+        ctx.how = how._replace(bias=None, mask=None, indices=None)
+        ctx.save_for_backward(x, how.bias, how.mask, found.weights, found.indices, found.lse)
+        ctx.mark_non_differentiable(*[t for t in (found.indices, found.counts) if t is not None])
+        ctx.set_materialize_grads(False)
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> Any:
+        x, bias, mask, weights, indices, lse = ctx.saved_tensors
+        given = Gradients(dys[0], dys[3], dys[4])
+        if all(dy is None for dy in given):
+            return None, None
+        call = ctx.how._replace(x=x, bias=bias, mask=mask)
+        # A kernel's gradient has no derivative, and a kernel cannot read a batch.
+        if torch.is_grad_enabled() or any(map(is_batched, given)):
+            return _gradient_by_pytorch(call, indices, given), None
+        return gradient_of(call, Routed(weights, indices, None, None, lse), given), None
+
+
+def _gradient_by_pytorch(call: Call, indices: Tensor, given: Gradients) -> Tensor:
+    """The gradient by PyTorch's automatic differentiation, which has derivatives."""
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # The view has no hooks: those of x run once, after this function.
+        x = call.x.view_as(call.x) if create_graph else call.x.detach().requires_grad_()
+        found = reference.found_at(call._replace(x=x), indices)
+        ys = [getattr(found, name) for name, dy in given._asdict().items() if dy is not None]
+        (dx,) = torch.autograd.grad(ys, x, [dy for dy in given if dy is not None], create_graph=create_graph)
+    gradient: Tensor = dx
+    return gradient
+
+
+def _by_operator(call: Call) -> Routed:
+    """The results in a trace."""
+    operator = getattr(torch.ops, NAMESPACE).route
+    found = operator(call.x, call.bias, call.mask, call.indices, *flat_rule(call))
+    weights, indices, counts, sums, lse = found
+    return Routed(weights, indices, counts if call.counts else None, sums if call.prob_sums else None, lse)
+
+
+def flat_rule(call: Call) -> tuple[str, list[int], list[bool], float]:
+    """The part of a call that is no tensor, as operators take it; `call_of` is the inverse."""
+    rule = call.rule
+    numbers = [rule.k, rule.groups, rule.group_k, rule.group_top, call.sequences, call.tokens]
+    return rule.score.value, numbers, [rule.topk_first, rule.renormalize, call.counts, call.prob_sums], rule.scale

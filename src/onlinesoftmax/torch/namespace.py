@@ -12,7 +12,10 @@ from typing import Any
 
 NAMESPACE = "onlinesoftmax"
 
-REGISTER = ("onlinesoftmax.torch.custom_op", "onlinesoftmax.linear.operators", "onlinesoftmax.sampling.operators")
+REGISTER = tuple(
+    f"onlinesoftmax.{module}"
+    for module in ("torch.custom_op", "linear.operators", "routing.operators", "sampling.operators")
+)
 """The modules that register operators when they are imported."""
 
 
