@@ -56,6 +56,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
         "sampling/__init__.py",
         "jax/functions.py",
         "jax/linear/__init__.py",
+        "jax/routing/__init__.py",
         "jax/sampling/__init__.py",
     )
     return (public and (node.name in names or node.name == "__init__")) or where.startswith("cli/")

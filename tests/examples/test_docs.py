@@ -30,7 +30,7 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 DIFF = re.compile(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-NEEDED = {"losses": "triton", "jax": "jax", "models": "transformers", "sampling": "torch jax"}
+NEEDED = {"losses": "triton", "jax": "jax", "models": "transformers", "sampling": "torch jax", "routing": "torch jax"}
 """The packages without which the code of a page cannot run; torch for the other pages."""
 
 

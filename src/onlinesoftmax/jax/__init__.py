@@ -1,4 +1,4 @@
-"""The softmax family and sampling for JAX, in the conventions of `jax.nn` and, for the losses, of optax.
+"""The softmax family, sampling and routing for JAX, in the conventions of `jax.nn` and, for the losses, of optax.
 
 Importing this package does not import JAX; using one of its functions does.
 """
@@ -12,6 +12,7 @@ from ..kernels.registry import LOADING, needing
 if TYPE_CHECKING:
     from .functions import TokenLogprobs, cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
     from .linear import linear_cross_entropy, linear_token_logprobs, linear_token_loss
+    from .routing import load_balancing_loss, route, router_z_loss
     from .sampling import sample, topk_logprobs, verify
 
 __all__ = [
@@ -20,8 +21,11 @@ __all__ = [
     "linear_cross_entropy",
     "linear_token_logprobs",
     "linear_token_loss",
+    "load_balancing_loss",
     "log_softmax",
     "logsumexp",
+    "route",
+    "router_z_loss",
     "sample",
     "softmax",
     "token_logprobs",
@@ -37,9 +41,9 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module 'onlinesoftmax.jax' has no attribute {name!r}")
         with needing("jax", "onlinesoftmax.jax"), LOADING:
-            from . import functions, linear, sampling
+            from . import functions, linear, routing, sampling
         # Python finds a global without this function.
-        home = next(module for module in (functions, linear, sampling) if name in module.__all__)
+        home = next(module for module in (functions, linear, routing, sampling) if name in module.__all__)
         globals()[name] = found = getattr(home, name)
         return found
 

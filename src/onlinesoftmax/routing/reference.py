@@ -35,7 +35,7 @@ def _power_of_two(n: Tensor) -> Tensor:
 def choosing() -> selection.Functions:
     """PyTorch's functions for the choice of experts."""
     return selection.Functions(
-        namespace(torch.empty(0)), rounded=lambda t: t, double=Tensor.double, single=Tensor.float,
+        namespace(torch.empty(0)), exact=lambda t: t, rounded=lambda t: t, double=Tensor.double, single=Tensor.float,
         power_of_two=_power_of_two, sqrt=torch.sqrt, log1p=torch.log1p, largest=_largest,
         sorted=lambda t: t.sort(-1).values, take=_take,
     )  # fmt: skip

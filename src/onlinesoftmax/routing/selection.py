@@ -55,9 +55,11 @@ class Functions(NamedTuple):
 
     Attributes:
         xp: The functions of the library (core/arrays.py).
-        rounded: Rounds the result of one operation to float32; no change where float32 numbers have this dtype.
-        double: Converts float32 numbers to float64.
-        single: Rounds float64 numbers to float32.
+        exact: Converts float32 numbers to the dtype of the arithmetic: float32, or float64 where a compiler would join
+            the operations of float32 numbers.
+        rounded: Rounds the result of one operation to float32, in the dtype of the arithmetic.
+        double: Converts to float64.
+        single: Rounds to float32.
         power_of_two: 2^n for whole float32 numbers n from -125 to 125; any number for NaN.
         sqrt, log1p: Functions of a float64 array.
         largest: largest(keys, k): places of the k largest keys, in the order of keys.
@@ -66,6 +68,7 @@ class Functions(NamedTuple):
     """
 
     xp: Any
+    exact: Callable[[Array], Array]
     rounded: Callable[[Array], Array]
     double: Callable[[Array], Array]
     single: Callable[[Array], Array]
@@ -82,17 +85,20 @@ def chosen(of: Functions, x: Array, bias: Array | None, rule: Rule, wide: bool) 
 
     Args:
         of: Functions of the library.
-        x: Logits (..., experts), float32 or float64; float32 numbers may be held in float64 arrays.
-        bias: Bias (experts,) with the dtype of x.
+        x: Logits (..., experts), float32 or float64.
+        bias: Bias with the dtype of x, in a shape that broadcasts to x; None for none.
         rule: How experts are chosen.
-        wide: True for logits that are float64 themselves.
+        wide: True for float64 logits.
     """
+    if wide:
+        of = of._replace(exact=_same, rounded=_same, double=_same, single=_same)
     keys = values = x
-    if bias is not None:
-        scores = _scores(of, x, rule, True, wide)
-        keys = values = of.xp.where(x == -math.inf, -math.inf, of.rounded(scores + bias))
-    elif rule.group_top > 1:
-        values = of.xp.where(x == -math.inf, -math.inf, _scores(of, x, rule, False, wide))
+    if bias is not None or rule.group_top > 1:
+        scores = _scores(of, of.exact(x), rule, bias is not None, wide)
+        if bias is not None:
+            scores = of.exact(scores) + of.exact(bias)
+        values = of.xp.where(x == -math.inf, -math.inf, of.single(scores))
+        keys = x if bias is None else values
     if rule.groups == 1:
         return of.largest(keys, rule.k)
     size, rows = rule.experts // rule.groups, tuple(x.shape[:-1])
@@ -102,12 +108,16 @@ def chosen(of: Functions, x: Array, bias: Array | None, rule: Rule, wide: bool) 
     return of.take(experts, of.largest(of.take(keys, experts), rule.k))
 
 
+def _same(t: Array) -> Array:
+    return t
+
+
 def _group_scores(of: Functions, values: Array, top: int) -> Array:
     """The score of each group, (..., groups), of the values (..., groups, experts of a group)."""
     best = of.take(values, of.largest(values, top))
     total = best[..., 0]
     for i in range(1, top):
-        total = of.rounded(total + of.xp.where(best[..., i] == -math.inf, 0.0, best[..., i]))
+        total = total + of.xp.where(best[..., i] == -math.inf, 0.0, best[..., i])
     return total
 
 
@@ -130,7 +140,7 @@ def _softmax(of: Functions, x: Array, normalized: bool, wide: bool) -> Array:
     if wide:
         return e / xp.sum(numbers, -1)
     masses = xp.sum((of.double(numbers) * 2.0**MASS_BITS).round(), -1)
-    return of.rounded(e / of.single(masses * 2.0**-MASS_BITS))
+    return of.rounded(e / of.exact(of.single(masses * 2.0**-MASS_BITS)))
 
 
 def _sigmoid(of: Functions, x: Array, _: bool, wide: bool) -> Array:

@@ -1,47 +1,28 @@
 """The ways of the calls: the formulas as one primitive, which JAX lowers with 64-bit types whatever its setting.
 
-Masses are int64 and the noise is float64 (sampling/formulas.py), and JAX has no such types by default.  A primitive is
-lowered as a whole, so that the types inside it are seen by no other operation.
+Masses are int64 and the noise is float64 (sampling/formulas.py), and JAX has no such types by default (wide.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import batching
-from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core.arrays import Array, accumulator
 from ...sampling import formulas
 from ...sampling.results import Sampled, Support, TopLogprobs, Verified
 from ...sampling.rules import Parameters
-from .. import array_types, custom_op
+from .. import array_types, wide
 from ..eager import scores, scores_at
 from ..functions import token_logprobs
 from ..prepare import Rows
 from ..signature import Values
+from ..wide import FUNCTIONS
 from .arguments import Words
-
-
-def _largest(keys: Array, k: int) -> Array:
-    """As `Functions.largest`.  On a CPU, XLA sorts whole rows of integers, but not those of float32."""
-    dtype = jnp.float32 if keys.dtype == jnp.int32 else jnp.float64
-    return jax.lax.top_k(jax.lax.bitcast_convert_type(formulas.turned(FUNCTIONS, keys), dtype), k)[1]
-
-
-def _fold(step: Callable[[Array, Array], Array], start: Array, values: Array) -> Array:
-    return jax.lax.scan(lambda carry, value: (step(carry, value), None), start, values)[0]
-
-
-# Hazard: XLA fuses a product of float32 numbers with an addition, and may leave out a pair of conversions.
-FUNCTIONS = formulas.Functions(jnp, lambda t: jax.lax.reduce_precision(t, 8, 23), _largest, _fold)
-"""JAX's functions for the formulas."""
-
 
 _DTYPES = {
     "temperature": "float32", "top_k": "int64", "top_p": "float64", "min_p": "float64", "seed": "int64",
@@ -102,39 +83,7 @@ def _lowered(_: str, *arrays: Array, names: tuple[str, ...], call: Call) -> list
     return [t.astype(jnp.int32) if jnp.issubdtype(t.dtype, jnp.integer) else t for t in found]
 
 
-def _abstract(*avals: Any, names: tuple[str, ...], call: Call) -> list[Any]:
-    whole, x = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals], avals[0]
-    with _with_64_bits():
-        results = jax.eval_shape(partial(_lowered, "any", names=names, call=call), *whole)
-    along_rows = list(x.sharding.spec)[: x.ndim - 1]
-    found = []
-    for t in results:
-        sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*along_rows[: len(t.shape)]))
-        found.append(x.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding))
-    return found
-
-
-def _batch(
-    arrays: tuple[Array, ...], axes: tuple[int | None, ...], *, names: tuple[str, ...], call: Call
-) -> tuple[list[Array], list[int]]:
-    """A batch is one more axis of rows, the first."""
-    size = next(t.shape[axis] for t, axis in zip(arrays, axes, strict=True) if axis is not None)
-    operands = [
-        jnp.broadcast_to(t[None], (size, *t.shape)) if axis is None else jnp.moveaxis(t, axis, 0)
-        for t, axis in zip(arrays, axes, strict=True)
-    ]
-    results = _PRIMITIVE.bind(*array_types.alike(tuple(operands)), names=names, call=call)
-    return results, [0] * len(results)
-
-
-@contextmanager
-def _with_64_bits() -> Iterator[None]:
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-_PRIMITIVE = custom_op.primitive("sampling", _lowered, _abstract, _with_64_bits)
-batching.primitive_batchers[_PRIMITIVE] = _batch
+_PRIMITIVE = wide.primitive("sampling", _lowered)
 
 
 def _bind(formula: Any, operands: Mapping[str, Array | Words | None], first: bool, *numbers: Any) -> list[Array]:
@@ -206,7 +155,7 @@ def topk_logprobs(logits: Array, rows: Rows, k: int, target: Array | None, optio
 def _ranks(z: Array, k: int, target: Array | None) -> tuple[Array, Array | None]:
     """The columns of the k largest scores of each row, and the rank of its target, int32."""
     keys = formulas.ordered(FUNCTIONS, z)
-    columns = _largest(keys, k).astype(jnp.int32)
+    columns = FUNCTIONS.largest(keys, k).astype(jnp.int32)
     if target is None:
         return columns, None
     return columns, formulas.rank_of(FUNCTIONS, keys, target[..., None]).astype(jnp.int32)

@@ -1,0 +1,78 @@
+"""Formulas whose results are the same to the last bit in every library, as primitives that have 64-bit types.
+
+JAX has no 64-bit types by default.  A primitive is lowered as a whole, so that the types inside it are seen by no other
+operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ..core.arrays import Array
+from ..sampling import formulas
+from . import array_types, custom_op
+
+
+def _largest(keys: Array, k: int) -> Array:
+    """As `Functions.largest`.  On a CPU, XLA sorts whole rows of integers, but not those of float32."""
+    dtype = jnp.float32 if keys.dtype == jnp.int32 else jnp.float64
+    return jax.lax.top_k(jax.lax.bitcast_convert_type(formulas.turned(FUNCTIONS, keys), dtype), k)[1]
+
+
+def _fold(step: Callable[[Array, Array], Array], start: Array, values: Array) -> Array:
+    return jax.lax.scan(lambda carry, value: (step(carry, value), None), start, values)[0]
+
+
+# Hazard: XLA fuses a product of float32 numbers with an addition, and may leave out a pair of conversions.
+FUNCTIONS = formulas.Functions(jnp, lambda t: jax.lax.reduce_precision(t, 8, 23), _largest, _fold)
+"""JAX's functions for the formulas."""
+
+
+@contextmanager
+def with_64_bits() -> Iterator[None]:
+    """A context in which JAX has 64-bit types."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def primitive(name: str, lowered: Callable[..., list[Array]]) -> Primitive:
+    """A primitive without derivatives whose results have the leading axes of the first operand.
+
+    Args:
+        name: Its name.
+        lowered: Function of a platform, the operands and the parameters `names` and `call`, which returns the results;
+            it is traced with 64-bit types.  A batch is one more axis of all operands, the first.
+    """
+
+    def abstract(*avals: Any, **params: Any) -> list[Any]:
+        whole, x = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals], avals[0]
+        with with_64_bits():
+            results = jax.eval_shape(partial(lowered, "any", **params), *whole)
+        along_rows = list(x.sharding.spec)[: x.ndim - 1]
+        found = []
+        for t in results:
+            sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*along_rows[: len(t.shape)]))
+            found.append(x.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding))
+        return found
+
+    def batch(arrays: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any) -> tuple[list[Array], list[int]]:
+        size = next(t.shape[axis] for t, axis in zip(arrays, axes, strict=True) if axis is not None)
+        operands = [
+            jnp.broadcast_to(t[None], (size, *t.shape)) if axis is None else jnp.moveaxis(t, axis, 0)
+            for t, axis in zip(arrays, axes, strict=True)
+        ]
+        results = made.bind(*array_types.alike(tuple(operands)), **params)
+        return results, [0] * len(results)
+
+    made = custom_op.primitive(name, lowered, abstract, with_64_bits)
+    batching.primitive_batchers[made] = batch
+    return made
