@@ -53,6 +53,7 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
         "linear/__init__.py",
         "linear/module.py",
         "routing/__init__.py",
+        "routing/module.py",
         "sampling/__init__.py",
         "jax/functions.py",
         "jax/linear/__init__.py",

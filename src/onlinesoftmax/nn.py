@@ -27,10 +27,11 @@ with needing("torch", "onlinesoftmax.nn"):
     import torch
 
     from .linear.module import LinearCrossEntropyLoss
+    from .routing.module import Router
 
 __all__ = [
-    "CrossEntropyLoss", "LinearCrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Softmax", "Softmax2d",
-    "replace",
+    "CrossEntropyLoss", "LinearCrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Router", "Softmax",
+    "Softmax2d", "replace",
 ]  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from distributed import (
     passes,
     peer_memory,
     processes,
+    routing,
     sampling,
     sharded_heads,
 )
@@ -47,8 +48,9 @@ def test_different_calls_are_an_error_on_several_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
-def test_the_passes_over_a_shard_heads_and_sampling(cuts: tuple[int, ...], tmp_path: Path) -> None:
-    processes.run_in_turn((passes.everything, sharded_heads.everything, sampling.everything), cuts, tmp_path)
+def test_the_passes_over_a_shard_heads_sampling_and_routing(cuts: tuple[int, ...], tmp_path: Path) -> None:
+    checks = passes.everything, sharded_heads.everything, sampling.everything, routing.everything
+    processes.run_in_turn(checks, cuts, tmp_path)
 
 
 @pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
@@ -106,6 +108,7 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
         dtensors.everything,
         passes.everything,
         fast_path.everything,
+        routing.everything,
         sampling.everything,
         sampling.on_meshes,
         sharded_heads.everything,

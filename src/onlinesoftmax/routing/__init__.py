@@ -19,13 +19,14 @@ from ..core.annotations import A
 from ..core.arrays import check_no_jax
 from ..kernels.registry import needing
 from . import losses
+from .presets import PRESETS
 from .results import Routed
 from .rules import check_flags, checked_rule
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Routed", "load_balancing_loss", "route", "router_z_loss"]
+__all__ = ["PRESETS", "Routed", "load_balancing_loss", "route", "router_z_loss"]
 
 
 def route(
@@ -140,7 +141,7 @@ def load_balancing_loss(
         >>> load_balancing_loss(route(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), 1, prob_sums=True))
         tensor(1.)
     """
-    return losses.load_balancing_loss(routed, kind, lambda counts: _total(counts, group))
+    return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group))
 
 
 def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | None = None) -> Any:
@@ -165,11 +166,11 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
         >>> router_z_loss(route(torch.zeros(3, 4), 1))
         tensor(1.9218)
     """
-    return losses.router_z_loss(routed, lambda counts: _total(counts, group))
+    return losses.router_z_loss(routed, lambda counts: total(counts, group))
 
 
-def _total(counts: Any, group: Any) -> tuple[Any, int]:
-    """The counts of all processes of a group, and their number."""
+def total(counts: Any, group: Any) -> tuple[Any, int]:
+    """The counts of all processes of a group, and the number of processes."""
     if group is None:
         return counts, 1
     import torch.distributed as dist

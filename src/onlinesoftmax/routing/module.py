@@ -1,0 +1,131 @@
+"""The gate of a mixture of experts as a module; nn.py shows it to users."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from ..core.arrays import dtype_name
+from . import Routed, route, total
+from .presets import LAYERS, PRESETS
+from .rules import checked_rule
+
+
+class Router(torch.nn.Linear):
+    """The gate of a mixture of experts: logits of hidden states, and `onlinesoftmax.route` of them.
+
+    `Router.like` makes the gate of a published model.  Its state has the names that transformers has: `weight`, `bias`,
+    and with `correction` the buffer `e_score_correction_bias`.
+
+    Args:
+        hidden_size: Size of a hidden state.
+        experts: Number of experts.
+        k: Number of experts of a token.
+        bias: Add a learned bias to the logits.
+        correction: Keep a bias that is added to the scores for the choice alone, and that `balance` moves.
+        logits_dtype: Dtype in which the logits are computed, whatever autocast says; None for that of the hidden states
+            and of autocast.  In bfloat16, rounded logits change the choice for some tokens.
+        score, order, groups, group_k, group_score, renormalize, scale: As for `route`.
+        device, dtype: Of weight and bias.
+
+    Shape:
+        input (..., tokens, hidden_size); the named tuple `Routed`, in training with prob_sums.
+
+    Raises:
+        TypeError, ValueError: an argument makes no sense: when the module is made.  A call raises what `route` raises.
+
+    Example:
+        >>> router = Router(4, 8, 2, score="sigmoid", correction=True)
+        >>> found = router(torch.ones(3, 4))
+        >>> found.weights.shape, found.prob_sums.shape
+        (torch.Size([3, 2]), torch.Size([8]))
+        >>> router
+        Router(in_features=4, out_features=8, bias=False, k=2, score='sigmoid', correction=True)
+    """
+
+    e_score_correction_bias: torch.Tensor | None
+
+    def __init__(
+        self, hidden_size: int, experts: int, k: int, *, bias: bool = False, correction: bool = False,
+        logits_dtype: Any = None, score: Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"] = "softmax",
+        order: Literal["score_first", "topk_first"] = "score_first", groups: int | None = None,
+        group_k: int | None = None, group_score: Literal["top2_sum", "max"] | int = "top2_sum",
+        renormalize: bool = True, scale: float = 1.0, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        checked_rule("Router()", experts, k, score, order, (groups, group_k, group_score), renormalize, scale)
+        super().__init__(hidden_size, experts, bias=bias, device=device, dtype=dtype)
+        self.k = k
+        self.logits_dtype = None if logits_dtype is None else getattr(torch, dtype_name(logits_dtype))
+        self.options: dict[str, Any] = {
+            "score": score, "order": order, "groups": groups, "group_k": group_k, "group_score": group_score,
+            "renormalize": renormalize, "scale": scale,
+        }  # fmt: skip
+        # float32 whatever the dtype of the weight: `balance` adds small steps.
+        correct = torch.zeros(experts, dtype=torch.float32, device=device) if correction else None
+        self.register_buffer("e_score_correction_bias", correct)
+
+    @classmethod
+    def like(cls, model: str, hidden_size: int, experts: int, k: int, **changes: Any) -> Router:
+        """The gate of a published model.
+
+        Args:
+            model: "mixtral", "qwen3_moe", "deepseek_v3", "llama4" or "gpt_oss": `model_type` in transformers.
+            hidden_size, experts, k: As for the module.
+            changes: Other arguments of the module, which replace those of the model.
+
+        Raises:
+            ValueError: there is no such model.
+
+        Example:
+            >>> Router.like("gpt_oss", 2880, 32, 4)
+            Router(in_features=2880, out_features=32, bias=True, k=4, order='topk_first')
+        """
+        if model not in PRESETS:
+            raise ValueError(f"Router.like(): no model {model!r}; there are {', '.join(PRESETS)}")
+        return cls(hidden_size, experts, k, **{**PRESETS[model], **LAYERS.get(model, {}), **changes})
+
+    def forward(  # type: ignore[override]  # the result of a Linear is a tensor
+        self, input: torch.Tensor, *, indices: torch.Tensor | None = None, mask: torch.Tensor | None = None
+    ) -> Routed:
+        """The experts of hidden states; `indices` and `mask` as for `route`."""
+        bias = self.e_score_correction_bias
+        if self.logits_dtype is None:
+            logits = super().forward(input)
+        else:
+            with torch.autocast(input.device.type, enabled=False):
+                own = None if self.bias is None else self.bias.to(self.logits_dtype)
+                logits = torch.nn.functional.linear(input.to(self.logits_dtype), self.weight.to(self.logits_dtype), own)
+        options = {**self.options, "bias": bias, "indices": indices, "mask": mask, "prob_sums": self.training}
+        return route(logits, self.k, **options)
+
+    @torch.no_grad()
+    def balance(self, counts: torch.Tensor, rate: float = 1e-3, *, group: Any = None) -> None:
+        """Move the correction of each expert by `rate`: up where it has fewer tokens than the mean, else down.
+
+        It balances the experts without a loss; call it after a step of the optimizer.
+
+        Args:
+            counts: Counts of a step, (..., experts), as `route` returns them; or their sum over several calls.
+            rate: Size of the step.
+            group: Process group whose counts are added up.
+
+        Raises:
+            RuntimeError: the module has no correction.
+
+        Source:
+            Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", arXiv:2408.15664.
+        """
+        if self.e_score_correction_bias is None:
+            raise RuntimeError("Router.balance(): the module has no correction; make it with correction=True")
+        found, _ = total(counts.reshape(-1, self.out_features).sum(0), group)
+        found = found.to(self.e_score_correction_bias.dtype)
+        self.e_score_correction_bias.add_((found.mean() - found).sign(), alpha=rate)
+
+    def extra_repr(self) -> str:
+        """PyTorch's, with the arguments that are not at their defaults."""
+        defaults: Any = route.__kwdefaults__
+        changed = [f"{name}={value!r}" for name, value in self.options.items() if value != defaults[name]]
+        changed += ["correction=True"] if self.e_score_correction_bias is not None else []
+        changed += [] if self.logits_dtype is None else [f"logits_dtype={self.logits_dtype}"]
+        return ", ".join([super().extra_repr(), f"k={self.k}", *changed])
