@@ -1,8 +1,8 @@
-"""Train a mixture of experts to read handwritten digits in JAX, with Flax NNX, optax, and our softmax as its gate.
+"""Train a mixture of experts to read handwritten digits in JAX, with Flax NNX, optax, and our `route` as its gate.
 
 Run `python examples/moe_jax.py`.  It needs onlinesoftmax with the extras jax and cli, and flax, optax, matplotlib and
-scikit-learn.  `--help` lists the options.  If JAX finds a GPU, the same code runs there, and softmax is a Pallas
-kernel.
+scikit-learn.  `--help` lists the options.  If JAX finds a GPU, the same code runs there.  moe_torch.py trains the same
+mixture in PyTorch.
 
 A mixture of experts has several networks, the experts, and a gate that routes each image to some of them:
 
@@ -43,14 +43,34 @@ PIXELS, CLASSES = 64, 10
 TOP_K = 2  # number of experts that each image is routed to
 
 
-class Library(NamedTuple):
-    """The two softmax functions that the model uses.  Both work along the last axis and keep the shape."""
+class Gate(NamedTuple):
+    """What the gate says about each image.
 
-    gate: Callable[[Array], Array]
+    Attributes:
+        weights: (batch, TOP_K): weights of the experts that it is routed to.
+        chosen: (batch, TOP_K): their numbers.
+        load_balancing_loss: 1 when all experts are used evenly, and up to experts / 2 when two are used always.
+    """
+
+    weights: Array
+    chosen: Array
+    load_balancing_loss: Array
+
+
+class Library(NamedTuple):
+    """The functions that the model uses: a gate of logits (batch, experts), and log-softmax along the last axis."""
+
+    gate: Callable[[Array], Gate]
     log_probabilities: Callable[[Array], Array]
 
 
-OURS = Library(osj.softmax, osj.log_softmax)
+def gate(logits: Array) -> Gate:
+    """Route each image, from logits (batch, experts)."""
+    found = osj.route(logits, TOP_K, prob_sums=True)
+    return Gate(found.weights, found.indices, osj.load_balancing_loss(found))
+
+
+OURS = Library(gate, osj.log_softmax)
 
 
 class Config(NamedTuple):
@@ -121,21 +141,13 @@ class MoE(nnx.Module):
         gate_logits = self.gate(images)
         if rngs is not None and self.config.noise:
             gate_logits += self.config.noise * jax.random.normal(rngs.noise(), gate_logits.shape)
-        probabilities = self.library.gate(gate_logits)
-
-        top, chosen = jax.lax.top_k(probabilities, TOP_K)
-        one_hot = jax.nn.one_hot(chosen, self.config.experts)
-        weights = jnp.einsum("bk,bke->be", top / top.sum(axis=-1, keepdims=True), one_hot)
-        # Every expert computes every image, even where its weight is 0.  This takes experts / TOP_K times the
+        weights, chosen, load_balancing_loss = self.library.gate(gate_logits)
+        # Every expert computes every image, even where it is not chosen.  This takes experts / TOP_K times the
         # arithmetic, which is little at this size.  It needs only two batched matrix products, no sort of the images
         # by expert, and no limit on the images per expert.  Sparse routing pays when experts are large or sharded.
-        logits = jnp.einsum("be,bec->bc", weights, self.experts(images))
-
-        routed = one_hot.sum(axis=1)
-        # The loss is 1 when all experts are used evenly, and up to experts / 2 when the same two are always used.
-        # The first mean counts images and has no derivative; the gradient flows through the second mean.
-        load_balancing_loss = self.config.experts * jnp.sum(routed.mean(axis=0) / TOP_K * probabilities.mean(axis=0))
-        return Output(logits, routed, load_balancing_loss)
+        of_chosen = jnp.take_along_axis(self.experts(images), chosen[:, :, None], axis=1)
+        logits = jnp.einsum("bk,bkc->bc", weights, of_chosen)
+        return Output(logits, jax.nn.one_hot(chosen, self.config.experts).sum(axis=1), load_balancing_loss)
 
 
 class Measured(NamedTuple):

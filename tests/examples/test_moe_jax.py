@@ -1,4 +1,4 @@
-"""The mixture of experts learns through its gate, has the gradients of jax.nn's softmax, and runs as a script."""
+"""The mixture of experts learns through its gate, has the gradients of a gate of jax.nn, and runs as a script."""
 
 from __future__ import annotations
 
@@ -57,9 +57,19 @@ def test_a_short_training_learns_through_its_gate(example: ModuleType) -> None:
 
 def test_training_with_a_broken_gate_fails(example: ModuleType) -> None:
     """Shows that the test above can fail: the gate has no gradient."""
-    gate = lambda x: jax.lax.stop_gradient(jax.nn.softmax(x))  # noqa: E731  one use
+    gate = lambda x: example.gate(jax.lax.stop_gradient(x))  # noqa: E731  one use
     model, _ = train(example, example.Library(gate, jax.nn.log_softmax), **NARROW)
     assert accuracy(example, model) < LEARNT
+
+
+def gate_of_jax(example: ModuleType, logits: Any) -> Any:
+    """The gate by GShard and the loss by Switch Transformer, from the functions of JAX."""
+    probabilities, experts = jax.nn.softmax(logits), logits.shape[1]
+    top, chosen = jax.lax.top_k(probabilities, example.TOP_K)
+    routed = jax.nn.one_hot(chosen, experts).sum(axis=1)
+    # The first mean counts images and has no derivative; the gradient flows through the second mean.
+    loss = experts * (routed.mean(axis=0) / example.TOP_K * probabilities.mean(axis=0)).sum()
+    return example.Gate(top / top.sum(axis=-1, keepdims=True), chosen, loss)
 
 
 @pytest.mark.parametrize("backend", [None, "pallas"], ids=["default", "pallas"])
@@ -67,8 +77,8 @@ def test_the_gradients_are_those_of_jax_nn(example: ModuleType, backend: str | N
     """Compares gradients of the whole loss, with the plan that the planner chooses and with our kernels."""
     from flax import nnx
 
-    ours = example.Library(*(partial(softmax, backend=backend) for softmax in example.OURS))
-    theirs = example.Library(jax.nn.softmax, jax.nn.log_softmax)
+    ours = example.OURS._replace(log_probabilities=partial(example.OURS.log_probabilities, backend=backend))
+    theirs = example.Library(partial(gate_of_jax, example), jax.nn.log_softmax)
     batch = jax.tree.map(lambda all_images: all_images[:32], example.handwritten_digits()[0])
 
     loss_of = nnx.jit(nnx.value_and_grad(example.loss_of, has_aux=True))
