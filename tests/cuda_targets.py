@@ -51,6 +51,11 @@ class Ask(NamedTuple):
     def __str__(self) -> str:
         return "+".join((self.operation, *self.outputs, *self.given, *self.options))
 
+    def features(self) -> list[str]:
+        """The operation, and each output, operand and option that the call has or lacks."""
+        names = {*self.outputs, *self.given, *self.options}
+        return [self.operation, *(name if name in names else f"no {name}" for name in NAMES)]
+
 
 LOSS, LOSS_BACKWARD, LOGPROB, LOGPROB_BACKWARD = (
     name for name, operation in OPERATIONS.items() if "target" in operation.row_operands
@@ -91,6 +96,8 @@ ASKED = [
     Ask("softmax_backward", ("y",), (), ("scale", "softcap", "causal")),
 ]
 """Every optional operand, with and without the others, and every score option; gradients without a target too."""
+
+NAMES = sorted({name for ask in ASKED for name in (*ask.outputs, *ask.given, *ask.options)})
 
 NUMBERS = {"smoothing": 0.25, "z_loss": 0.125, "ignore_index": 5.0, "scale": 0.75, "softcap": 3.0}
 

@@ -1,9 +1,9 @@
-"""Fixtures shared by the tests of this folder: folders for compiled kernels."""
+"""Fixtures shared by the tests of this folder: folders for compiled kernels, and NVRTC without machine code."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,19 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     disk_cache.cache_folder.cache_clear()
     yield tmp_path / "cache"
     disk_cache.cache_folder.cache_clear()
+
+
+@pytest.fixture
+def check_in_compiler() -> Callable[[str], None]:
+    """A function that checks a source, its templates and its static assertions, without machine code."""
+
+    def check(source: str) -> None:
+        from cuda.core import Program, ProgramOptions
+
+        options = ProgramOptions(arch="sm_90", std=compile.STANDARD, fdevice_syntax_only=True)
+        Program(source, "c++", options).compile("cubin")
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ from cuda_targets import (
 )
 from onlinesoftmax.kernels.cuda.messages import COPIES, LINE_WORDS, SETS
 from onlinesoftmax.ops import OPERATIONS
+from pairs import with_every_pair
 
 ASKED = [
     Ask("softmax", ("y", "lse")),
@@ -52,7 +53,8 @@ CUTS = {
 
 
 def _cells() -> list[Any]:
-    cells = []
+    """Every strategy meets every output, operand and option; dtypes and kept terms take turns."""
+    cells: list[tuple[str, Ask, str, bool]] = []
     for (i, strategy), (j, ask) in itertools.product(enumerate(KERNELS), enumerate(ASKED)):
         operation = OPERATIONS[ask.operation]
         writes = any(operation.output(name).kind == "element" for name in ask.outputs)
@@ -60,8 +62,9 @@ def _cells() -> list[Any]:
             # These kernels are for operations that reduce rows and write elements, without a mask.
             continue
         dtype = ("float32", "bfloat16", "float64")[(i + j) % 3]
-        cells.append(pytest.param(strategy, ask, dtype, j % 2 == 0, id=f"{strategy}-{dtype}-{ask}"))
-    return cells
+        cells.append((strategy, ask, dtype, j % 2 == 0))
+    chosen = with_every_pair(cells, lambda cell: (*cell[:1], *cell[2:], *cell[1].features()))
+    return [pytest.param(*cell, id=f"{cell[0]}-{cell[2]}-{cell[1]}") for cell in chosen]
 
 
 def _compare(ask: Ask, shards: list[Shard], total: int, values: Any, found: list[Any], dtypes: Any) -> None:

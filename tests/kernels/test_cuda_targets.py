@@ -38,19 +38,24 @@ from onlinesoftmax.kernels.cuda import compile, source
 from onlinesoftmax.kernels.request import Request, Rest
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import priced
+from pairs import with_every_pair
 
 
 def _cells() -> list[Any]:
-    """Every strategy meets every call; dtypes, alignment, kept terms and in-place outputs take turns."""
-    cells = []
+    """Every strategy meets every output, operand and option, each with every other, with and without them.
+
+    Dtypes, alignment, kept terms and in-place outputs take turns.
+    """
+    cells: list[tuple[str, Ask, str, bool, bool]] = []
     for (i, strategy), (j, ask) in itertools.product(enumerate(KERNELS), enumerate(ASKED)):
         if strategy in (PIPELINE, STREAM) and (ask.operation != LOSS or "y" not in ask.outputs):
             # These kernels are for operations that reduce rows and write elements.
             continue
         dtype = ("float64", "bfloat16", "float32")[(i + j) % 3]
         peel = (i + j) % 4 != 3
-        cells.append(pytest.param(strategy, ask, dtype, peel, j % 2 == 0, id=f"{strategy}-{dtype}-{ask}"))
-    return cells
+        cells.append((strategy, ask, dtype, peel, j % 2 == 0))
+    chosen = with_every_pair(cells, lambda cell: (*cell[:1], *cell[2:], *cell[1].features()))
+    return [pytest.param(*cell, id=f"{cell[0]}-{cell[2]}-{cell[1]}") for cell in chosen]
 
 
 @pytest.mark.parametrize(("strategy", "ask", "dtype", "peel", "terms"), _cells())
@@ -71,17 +76,21 @@ def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, 
     check(ask, request, values, found)
 
 
-@pytest.mark.parametrize("ask", [ASKED[2], ASKED[4], ASKED[12], ASKED[15], ASKED[0]], ids=str)
+PARTED = [ASKED[2], ASKED[4], ASKED[12], ASKED[15], ASKED[0]]
+
+
+@pytest.mark.parametrize("ask", PARTED, ids=str)
 @pytest.mark.parametrize("strategy", ["row", "cluster", "looped"])
 def test_the_last_columns_may_lie_in_another_tensor(strategy: str, ask: Ask, folder: Path) -> None:
-    """Every column is a target, and the rows part at the ends of slices and inside of them."""
-    for dtype, cols, first in (("bfloat16", 96, 8), ("bfloat16", 96, 48), ("float32", 92, 76)):
-        targets = np.r_[0:cols, -1, cols].astype(np.int64)
-        task = a_task(ask, len(targets), cols, dtype, first)
-        plan = small_plan(strategy, len(targets), cols, dtype, False, first == 48)
-        request = Request(task, plan, rest=Rest(first, cols - first + 8))
-        values = some_values(ask, task, targets)
-        check(ask, request, values, run(ask, request, values, folder, in_place="y" in ask.outputs))
+    """Every column is a target, and the rows part at the ends of slices and inside of them, in turn."""
+    cuts = ("bfloat16", 96, 8), ("bfloat16", 96, 48), ("float32", 92, 76)
+    dtype, cols, first = cuts[(KERNELS.index(strategy) + PARTED.index(ask)) % 3]
+    targets = np.r_[0:cols, -1, cols].astype(np.int64)
+    task = a_task(ask, len(targets), cols, dtype, first)
+    plan = small_plan(strategy, len(targets), cols, dtype, False, first == 48)
+    request = Request(task, plan, rest=Rest(first, cols - first + 8))
+    values = some_values(ask, task, targets)
+    check(ask, request, values, run(ask, request, values, folder, in_place="y" in ask.outputs))
 
 
 OWNED = [
@@ -227,7 +236,7 @@ def planned(gpu: str, strategy: str, ask: Ask, dtype: str, target: str, shape: t
 def _compiled() -> list[Any]:
     """Every call meets every strategy; GPUs, dtypes, dtypes of the target and unaligned rows take turns.
 
-    On a machine without a GPU, every call meets one of the four strategies, and `test_formulas` runs it with all.
+    On a machine without a GPU, every call meets one of the four strategies.
     """
     cells = []
     for (i, strategy), (j, ask) in itertools.product(enumerate(PROPOSALS), enumerate(ASKED)):
