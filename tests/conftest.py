@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Leave out all that was imported from later garbage collections: a benchmark collects before each measurement."""
+    if "jax" in sys.modules and not HAS_GPU:
+        fast_xla.share_context()
     gc.enable()
     _leave_out_of_collections()
     # Traces of JAX and kernels in the interpreter make many objects, and few of them are cycles.

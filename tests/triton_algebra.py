@@ -122,8 +122,12 @@ class TritonAlgebra:
     accumulators: Sequence[str] = ("weighted", "plain", "largest")
 
     def of(self, x: torch.Tensor, first: int = 0) -> TritonState:
-        out = self._empty(x)
-        _run(_of, x, out, first, x.numel(), BLOCK=_block(x), OP=_constants(x))
+        out, n = self._empty(x), x.numel()
+        # Some slices of every length are reduced from two tiles at once, as the kernels do with unaligned rows.
+        if bool(n and x[0] > 0) == n % 2:
+            _run(_of, x, out, first, n, BLOCK=_block(x), OP=_constants(x))
+        else:
+            _run(_of_both, x, out, first, n // 3, n, BLOCK=_block(x), OP=_constants(x))
         return out
 
     def identity(self, like: torch.Tensor) -> TritonState:
@@ -181,17 +185,6 @@ class TritonAlgebra:
             torch.full((1,), torch.nan if kind.is_floating_point else -7, dtype=kind, device=self.device)
             for kind in dtypes
         )
-
-
-class TwoTilesAlgebra(TritonAlgebra):
-    """The same with the state of each slice reduced from two tiles at once, as the kernels do with unaligned rows."""
-
-    name = "triton, two tiles"
-
-    def of(self, x: torch.Tensor, first: int = 0) -> TritonState:
-        out = self._empty(x)
-        _run(_of_both, x, out, first, x.numel() // 3, x.numel(), BLOCK=_block(x), OP=_constants(x))
-        return out
 
 
 def _run(kernel: Any, *arguments: Any, **constants: Any) -> None:

@@ -39,11 +39,13 @@ from sharded_calls import (
     with_gradients,
 )
 
+import fast_xla
 import onlinesoftmax.jax as osj
 
 # Traces make many objects, and few of them are cycles.  tests/conftest.py, with the same setting, is not read here.
 gc.freeze()
 gc.set_threshold(100000, 20, 20)
+fast_xla.share_context()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import fast_xla
 import onlinesoftmax.jax as osj
 from onlinesoftmax.linear import plans
+
+fast_xla.share_context()
 
 TOKENS, HIDDEN, CLASSES = (8, 6), 6, 24
 IN_TOKENS, IN_COLUMNS = 8 * 24 * 4, 48 * (4 + 6) * 4 + 60
