@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,12 @@ def may_name_operations(path: Path) -> bool:
     return of_language or name(path).startswith("ops/")
 
 
-def is_kernel(node: ast.FunctionDef) -> bool:
+def is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """True for a function in the Triton language, and for a Pallas kernel, which takes references to its arrays."""
     return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list) or node.name.endswith("_kernel")
 
 
-def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
+def is_public(path: Path, node: ast.FunctionDef | ast.AsyncFunctionDef, names: set[str]) -> bool:
     """True for a public function, a command, and the module of a public function."""
     where = name(path)
     public = where in (
@@ -63,9 +64,22 @@ def is_public(path: Path, node: ast.FunctionDef, names: set[str]) -> bool:
     return (public and (node.name in names or node.name == "__init__")) or where.startswith("cli/")
 
 
-def compared_names(source: str) -> Iterator[tuple[int, str]]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def functions() -> Iterator[tuple[Path, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function of the package."""
+    for path in PYTHON:
+        for node in nodes_of(path):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield path, node
+
+
+def compared_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """(line, name) of every comparison with the name of an operation."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Compare):
             constants = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
         elif isinstance(node, ast.match_case):
@@ -80,18 +94,19 @@ def compared_names(source: str) -> Iterator[tuple[int, str]]:
                 yield node.lineno if hasattr(node, "lineno") else 0, part.value
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_no_code_compares_with_the_name_of_an_operation(path: Path) -> None:
-    if may_name_operations(path):
-        return
-    found = [f"{name(path)}:{line} compares with {value!r}" for line, value in compared_names(path.read_text())]
+def test_no_code_compares_with_the_name_of_an_operation() -> None:
+    found = [
+        f"{name(path)}:{line} compares with {value!r}"
+        for path in PYTHON
+        if not may_name_operations(path)
+        for line, value in compared_names(nodes_of(path))
+    ]
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("path", CUDA, ids=name)
-def test_no_cuda_file_but_formulas_asks_which_operation_it_serves(path: Path) -> None:
-    if path.stem != "formulas":
-        assert not re.findall(r"\bOp::\w+|\bOP\b", path.read_text())
+def test_no_cuda_file_but_formulas_asks_which_operation_it_serves() -> None:
+    asks = [name(path) for path in CUDA if re.search(r"\bOp::\w+|\bOP\b", path.read_text())]
+    assert not [path for path in asks if not path.endswith("formulas.cuh")]
 
 
 def test_the_search_finds_every_form_of_comparison() -> None:
@@ -102,15 +117,19 @@ def test_the_search_finds_every_form_of_comparison() -> None:
         'c = op.endswith("_backward")\n'
         'd = TABLE["softmax"]\n'
     )
-    assert {value for _, value in compared_names(source)} == {"softmax", "logsumexp", "log_softmax", "_backward"}
+    assert {value for _, value in compared_names(ast.walk(ast.parse(source)))} == {
+        "softmax",
+        "logsumexp",
+        "log_softmax",
+        "_backward",
+    }
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_signatures_are_narrow(path: Path) -> None:
+def test_signatures_are_narrow() -> None:
     public = {*onlinesoftmax.__all__, *OPERATIONS, "apply_file", "explain"}
     wide = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or is_kernel(node):
+    for path, node in functions():
+        if is_kernel(node):
             continue
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         count = len([argument for argument in arguments if argument.arg not in ("self", "cls", "ctx")])
@@ -119,15 +138,15 @@ def test_signatures_are_narrow(path: Path) -> None:
     assert not wide, "\n".join(wide)
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_records_are_narrow(path: Path) -> None:
+def test_records_are_narrow() -> None:
     """Sixteen fields in commented groups read better than three records; a record with more holds several things."""
     wide = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ClassDef) and _is_record(node):
-            count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
-            if count > MOST_FIELDS and not name(path).startswith(("lab/", "kernels/")):
-                wide.append(f"{name(path)}:{node.lineno} {node.name} has {count} fields")
+    for path in PYTHON:
+        for node in nodes_of(path):
+            if isinstance(node, ast.ClassDef) and _is_record(node):
+                count = sum(isinstance(child, ast.AnnAssign) for child in node.body)
+                if count > MOST_FIELDS and not name(path).startswith(("lab/", "kernels/")):
+                    wide.append(f"{name(path)}:{node.lineno} {node.name} has {count} fields")
     assert not wide, "\n".join(wide)
 
 
@@ -137,21 +156,18 @@ def _is_record(node: ast.ClassDef) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", [*PYTHON, *CUDA, *TESTS], ids=name)
-def test_files_are_short(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    assert lines <= LONGEST_FILE, f"{name(path)} has {lines} lines: where is the seam?"
+def test_files_are_short() -> None:
+    long = [name(path) for path in (*PYTHON, *CUDA, *TESTS) if len(path.read_text().splitlines()) > LONGEST_FILE]
+    assert not long, f"{long}: where is the seam?"
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=name)
-def test_functions_are_short(path: Path) -> None:
+def test_functions_are_short() -> None:
     long = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            begin = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
-            length = (node.end_lineno or 0) - (begin or 0)
-            if length > LONGEST_FUNCTION:
-                long.append(f"{name(path)}:{node.lineno} {node.name} has {length} lines")
+    for path, node in functions():
+        begin = node.body[0].end_lineno if ast.get_docstring(node) else node.lineno
+        length = (node.end_lineno or 0) - (begin or 0)
+        if length > LONGEST_FUNCTION:
+            long.append(f"{name(path)}:{node.lineno} {node.name} has {length} lines")
     assert not long, "\n".join(long)
 
 
