@@ -40,6 +40,7 @@ RECORDS: dict[str, str] = {
     "linear-token-logprobs": "",
     "sampling": "",
     "topk": "",
+    "route": "",
     "read-only": "--peers torch,compile",
     "forward": f"--peers {KERNELS}",
     "rows1024": f"--peers {KERNELS}",

@@ -14,6 +14,7 @@ from ..core.options import SCORE_OPTIONS
 from ..core.task import ITEMSIZE
 from ..lab.bench.cases import MEASURED
 from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
+from ..lab.bench.routing.peers import GATE_PEERS, OursGate
 from ..lab.bench.sampling.peers import TOKEN_PEERS, OursTokens
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
@@ -48,7 +49,8 @@ def bench(
         "jax and torch; with --suite distributed, without-shards, collective, dtensor, loss-parallel, all-gather and "
         "one-process; with distributed-heads, collective and one-process; with another suite of heads, "
         f"{', '.join(HEAD_PEERS)}; with sampling and topk, "
-        f"{', '.join(TOKEN_PEERS)}.  By default torch, jax, or all of those for several processes, heads and tokens.",
+        f"{', '.join(TOKEN_PEERS)}; with route, {', '.join(GATE_PEERS)}.  By default torch, jax, or all of those for "
+        "several processes, heads, tokens and gates.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
@@ -107,7 +109,10 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
 
     framework, forced = options["framework"], (options["backend"], options["strategy"])
     with output.refusing():
-        whole = {"head time": (OursHead, HEAD_PEERS), "token time": (OursTokens, TOKEN_PEERS)}.get(suite.measures)
+        whole = {
+            "head time": (OursHead, HEAD_PEERS), "token time": (OursTokens, TOKEN_PEERS),
+            "gate time": (OursGate, GATE_PEERS),
+        }.get(suite.measures)  # fmt: skip
         ours, known = whole or _sides(framework)
         usual = ",".join(known) if whole else next(iter(known))
         names = options["peers"] if options["peers"] is not None else usual
@@ -140,6 +145,8 @@ def _steps(
     from ..lab.bench import cold_suite, host_times, run
     from ..lab.bench.heads.cases import HeadCase
     from ..lab.bench.heads.run import run_heads
+    from ..lab.bench.routing.cases import RouteCase
+    from ..lab.bench.routing.run import run_gates
     from ..lab.bench.sampling.cases import TokenCase
     from ..lab.bench.sampling.run import run_tokens
 
@@ -149,6 +156,9 @@ def _steps(
     if suite.measures == "token time":
         tokens = [case for case in left if isinstance(case, TokenCase)]
         return run_tokens(tokens, everybody, where, options["repeat"])
+    if suite.measures == "gate time":
+        gates = [case for case in left if isinstance(case, RouteCase)]
+        return run_gates(gates, everybody, where, options["repeat"])
     if suite.measures == "first calls":
         return cold_suite.run_cold(left, everybody, where, options["quick"])
     steps = host_times.run_host if suite.measures == "host time" else run.run

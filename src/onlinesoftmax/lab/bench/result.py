@@ -27,7 +27,7 @@ HEADS, TOKENS = ("of_products",), ("of_read",)
 
 ONLY_OF: dict[Measures, tuple[str, ...]] = {
     "device time": (), "host time": CALLS, "first calls": CALLS, "sharded time": SHARDED,
-    "head time": HEADS, "token time": TOKENS,
+    "head time": HEADS, "token time": TOKENS, "gate time": TOKENS,
 }  # fmt: skip
 """The fields of a result that only this kind of measurement records; all kinds record the others."""
 
@@ -44,7 +44,7 @@ THREE_PRODUCTS, FOUR_PRODUCTS = "three bare products", "four bare products"
 """Names of the two yardsticks of a head."""
 
 ONE_READ = "one read"
-"""Name of the yardstick of sampling: our logsumexp of the logits."""
+"""Name of the yardstick of sampling and of routing: our logsumexp of the logits."""
 
 CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
 """The most that our layer may add to PyTorch on a CPU: a ratio from LARGE elements up, microseconds below."""
@@ -190,7 +190,7 @@ class CaseResult:
         own = asdict(replace(self, results=[]))
         of_shards = () if self.measures == "sharded time" else ("processes", "all_reduce")
         of_heads = () if self.measures == "head time" else ("three_products", "four_products")
-        of_tokens = () if self.measures == "token time" else ("one_read",)
+        of_tokens = () if ONLY_OF[self.measures] == TOKENS else ("one_read",)
         for name in ("case", "framework", "measures", *of_shards, *of_heads, *of_tokens):
             del own[name]
         results = [result.as_dict(self.measures) for result in self.results]

@@ -11,12 +11,15 @@ from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
 from .heads.cases import HeadCase
+from .routing.cases import GATES, ROUTE, RouteCase
 from .sampling.cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
 
-Measures = Literal["device time", "host time", "first calls", "sharded time", "head time", "token time"]
+Measures = Literal["device time", "host time", "first calls", "sharded time", "head time", "token time", "gate time"]
 """Kinds of measurements; tables.py has the table of each."""
 
-KINDS_OF_CASES: dict[Measures, type[Case]] = {"head time": HeadCase, "token time": TokenCase}
+KINDS_OF_CASES: dict[Measures, type[Case]] = {
+    "head time": HeadCase, "token time": TokenCase, "gate time": RouteCase,
+}  # fmt: skip
 """The class of the cases of a kind of measurement, where it is not `Case`."""
 
 DISTRIBUTED = "distributed", "distributed-heads"
@@ -101,6 +104,14 @@ def _tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry
     return tuple(
         entry._replace(more=(("logits", kind), ("asked", asked)))
         for entry in _rows(*shapes, operation=operation) for asked in ASKED[operation] for kind in kinds
+    )  # fmt: skip
+
+
+def _gates(gate: str, *shapes: Shape) -> tuple[Entry, ...]:
+    """Entries of these shapes for a gate, alone and with a gradient."""
+    return tuple(
+        entry._replace(with_gradient=gradient, more=(("gate", gate),))
+        for entry in _rows(*shapes, operation=ROUTE) for gradient in (False, True)
     )  # fmt: skip
 
 
@@ -247,6 +258,15 @@ SUITES: dict[str, Suite] = {
         "the 20, 50 and 1024 largest scores of each row, with their log-probabilities",
         _tokens(TOPK, LOGITS[::2], *LOGITS_OF_MODELS), few=_tokens(TOPK, LOGITS[:1], (3, 2000)),
         dtypes=("float32", "bfloat16"), repeat_ms=30, measures="token time", excluded=OF_ROWS,
+    ),
+    "route": Suite(
+        # Tokens of a training and of a decoding step; the gates of Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 and GPT-OSS.
+        "from the logits of a gate to experts, weights and counts, alone and with the gradient of both losses",
+        _gates("top 8", (65536, 256), (65536, 384), (1 << 20, 128), (512, 256), (65536, 1000))
+        + _gates("top 6, not normalized", (65536, 64)) + _gates("top 8 of 4 groups", (65536, 256), (64, 256))
+        + _gates("top 4 first", (65536, 128)),
+        few=tuple(entry for gate in GATES for entry in _gates(gate, (64, 40))),
+        dtypes=("float32", "bfloat16"), repeat_ms=50, measures="gate time", excluded=OF_ROWS,
     ),
     DISTRIBUTED[0]: Suite(
         "rows that are sharded over the processes of torchrun",

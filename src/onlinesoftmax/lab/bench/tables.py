@@ -276,7 +276,7 @@ TOKEN_TIME: Columns = {
     "vs torch": HEAD_TIME["vs torch"],
     MEMORY: _megabytes,
 }
-"""Columns of the times of sampling."""
+"""Columns of the times of sampling and of routing."""
 
 
 def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
@@ -313,6 +313,9 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
     ]),
     "token time": partial(_beside, TOKEN_TIME, "way, what it lacks, or reason", [
         "Time of a call over that of one read of the logits, our logsumexp, in the same run.",
+    ]),
+    "gate time": partial(_beside, TOKEN_TIME, "reason", [
+        "Time of a call over that of one read of the logits, our logsumexp of long rows, in the same run.",
     ]),
 }  # fmt: skip
 """The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

@@ -1,0 +1,159 @@
+"""The ways from logits to experts: ours, PyTorch, torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+from ..cases import Case
+from ..peers import Compiled, Peer
+from .cases import RouteCase
+
+Function = Callable[..., Any]
+
+BALANCE, Z = 1e-2, 1e-3
+"""Weights of the load-balancing loss and of the z-loss."""
+
+
+class Gate(Peer):
+    """A way to route; its function of the logits and the bias returns (weights, experts, counts).
+
+    With a gradient, the weights are replaced by the gradient of the logits.
+    """
+
+    def prepare(self, case: Case) -> Function:
+        """The function of logits and bias."""
+        assert isinstance(case, RouteCase)
+        forward = self.forward(case)
+        return with_gradient(forward) if case.with_gradient else forward
+
+    def forward(self, case: RouteCase) -> Function:
+        """The function that returns (weights, experts, counts), and with a gradient the sum of the losses."""
+        raise NotImplementedError
+
+
+def with_gradient(forward: Function) -> Function:
+    """A function that returns (gradient, experts, counts), of one that returns (weights, experts, counts, losses)."""
+    import torch
+
+    def call(x: Any, bias: Any) -> Any:
+        weights, experts, counts, losses = forward(x, bias)
+        # Different incoming gradients, as experts give; constants are made once.
+        return torch.autograd.grad([weights, losses], x, [incoming(weights), one(x)])[0], experts, counts
+
+    return call
+
+
+@lru_cache(maxsize=4)
+def _numbers(shape: tuple[int, ...], device: Any) -> Any:
+    import torch
+
+    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
+
+
+def incoming(weights: Any) -> Any:
+    """The gradient of the weights."""
+    return _numbers(tuple(weights.shape), weights.device).to(weights.dtype)
+
+
+@lru_cache(maxsize=4)
+def _one(dtype: Any, device: Any) -> Any:
+    import torch
+
+    return torch.ones((), dtype=dtype, device=device)
+
+
+def one(x: Any) -> Any:
+    """The gradient of the losses."""
+    import torch
+
+    return _one(torch.promote_types(x.dtype, torch.float32), x.device)
+
+
+class OursGate(Gate):
+    """Our functions."""
+
+    name, module, ours = "ours", "onlinesoftmax", True
+
+    def forward(self, case: RouteCase) -> Function:
+        """`route`, and both losses with a gradient."""
+        from onlinesoftmax import load_balancing_loss, route, router_z_loss
+
+        given = case.arguments
+
+        def forward(x: Any, bias: Any) -> Any:
+            found = route(x, bias=bias, prob_sums=case.with_gradient, **given)
+            if not case.with_gradient:
+                return found.weights, found.indices, found.counts
+            losses = BALANCE * load_balancing_loss(found) + Z * router_z_loss(found)
+            return found.weights, found.indices, found.counts, losses
+
+        return forward
+
+
+class TorchGate(Gate):
+    """PyTorch's operations, as the models of transformers have them."""
+
+    name, distribution = "torch", "torch"
+
+    def forward(self, case: RouteCase) -> Function:
+        """The operations."""
+        return by_torch(case)
+
+
+class CompiledGate(TorchGate):
+    """The same under torch.compile."""
+
+    name = Compiled.name
+
+    def forward(self, case: RouteCase) -> Function:
+        """A compilation for this shape."""
+        import torch
+
+        torch._dynamo.reset()
+        compiled: Function = torch.compile(by_torch(case), dynamic=False)
+        return compiled
+
+
+def by_torch(case: RouteCase) -> Function:
+    """The function in PyTorch's operations."""
+    import torch
+
+    given, (tokens, experts) = case.arguments, case.shape
+    k, groups, sigmoid = given["k"], given.get("groups"), given.get("score") == "sigmoid"
+    first, renormalize = given.get("order") == "topk_first", given.get("renormalize", True)
+
+    def choose(scores: Any, bias: Any) -> Any:
+        if groups is None:
+            return scores.topk(k, -1).indices
+        biased = scores + bias
+        best = biased.view(tokens, groups, -1).topk(2, -1).values.sum(-1).topk(given["group_k"], -1).indices
+        kept = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device).scatter(1, best, True)
+        return biased.masked_fill(~kept.repeat_interleave(experts // groups, 1), -torch.inf).topk(k, -1).indices
+
+    def forward(x: Any, bias: Any) -> Any:
+        x = x.float()
+        p: Any = None if sigmoid else x.softmax(-1)
+        scores = x.sigmoid() if sigmoid else x if first else p
+        chosen = choose(scores.detach(), bias)
+        weights = scores.gather(1, chosen)
+        if first:
+            weights = weights.softmax(-1)
+        elif renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * given.get("scale", 1.0)
+        # A one-hot tensor, as torch.bincount waits for the GPU.
+        routed = torch.zeros_like(x, dtype=torch.int32).scatter(1, chosen, 1)
+        counts = routed.sum(0)
+        if not case.with_gradient:
+            return weights, chosen, counts
+        p = scores / scores.sum(-1, keepdim=True) if sigmoid else p
+        balance = (counts * p.sum(0)).sum() * (experts / (k * tokens * tokens))
+        return weights, chosen, counts, BALANCE * balance + Z * x.logsumexp(-1).square().mean()
+
+    return forward
+
+
+GATE_PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TorchGate, CompiledGate)}
+"""The ways beside ours, by their names on the command line."""

@@ -1,0 +1,79 @@
+"""What a way may return: experts with the largest scores, and the weights and the gradient that float64 gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ....routing.reference import choose
+from ....routing.rules import Call, checked_rule
+from .cases import RouteCase
+from .peers import BALANCE, Z, incoming
+
+ROUNDINGS = 32
+"""Float32 roundings that a weight or a gradient may be off by, relative to the largest number of its token."""
+
+NEAR = 1e-6
+"""Distance of two scores that other libraries may take for each other."""
+
+
+def wrong(case: RouteCase, x: Any, bias: Any, found: Any, exact: bool) -> tuple[str | None, float]:
+    """What is wrong with a result, in a sentence, and the largest error of a weight or a gradient.
+
+    Args:
+        case: The case.
+        x, bias: Logits and bias.
+        found: (weights or gradient, experts, counts, …).
+        exact: True for a way whose experts have to be those of our formulas.
+    """
+    import torch
+
+    numbers, experts, counts = found[0].detach(), found[1].long(), found[2]
+    rows, k = x.detach(), case.arguments["k"]
+    in_order = experts.sort(1).values
+    if bool(((in_order[:, 1:] == in_order[:, :-1]).any(1) | (in_order[:, 0] < 0)).any()):
+        return "experts of a token are equal, or are none", torch.inf
+    if reason := _wrong_choice(case, rows, bias, experts, exact):
+        return reason, torch.inf
+    if not torch.equal(counts.long(), experts.flatten().bincount(minlength=case.shape[1])):
+        return "counts are others", torch.inf
+    want = _in_float64(case, rows, bias, experts)
+    size = want.abs().amax(1, keepdim=True)
+    error = float(((numbers.double() - want).abs() / size.clamp(min=1e-30)).max())
+    # A gradient is rounded to the dtype of the logits.
+    eps = torch.finfo(rows.dtype if case.with_gradient else torch.float32).eps
+    allowed = ROUNDINGS * torch.finfo(torch.float32).eps + eps
+    what = "gradient" if case.with_gradient else f"{k} weights"
+    return (f"{what}: error {error:.1e}, allowed {allowed:.1e}" if not error <= allowed else None), error
+
+
+def _wrong_choice(case: RouteCase, x: Any, bias: Any, experts: Any, exact: bool) -> str | None:
+    import torch
+
+    given = case.arguments
+    groups = given.get("groups"), given.get("group_k"), "top2_sum"
+    others = given.get("score", "softmax"), given.get("order", "score_first"), groups, True, 1.0
+    rule = checked_rule("route()", case.shape[1], given["k"], *others)
+    want = choose(Call(x, bias, None, None, rule, 1, len(x), False, False)).long()
+    if exact:
+        return None if torch.equal(experts, want) else "the experts are not those of our formulas"
+    if bias is not None:
+        # The two best scores of different groups are near to one another in some rows of a large case.
+        off = (experts.sort(1).values != want.sort(1).values).any(1)
+        return None if float(off.float().mean()) < 1e-2 else "experts of other groups are chosen"
+    least, own = (x.float().softmax(-1).gather(1, each).amin(1) for each in (want, experts))
+    return "experts with smaller scores are chosen" if bool((own < least - NEAR).any()) else None
+
+
+def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any) -> Any:
+    """The weights of the experts, or the gradient."""
+    import torch
+
+    from onlinesoftmax import load_balancing_loss, route, router_z_loss
+
+    z = x.double().requires_grad_()
+    found = route(z, bias=bias, indices=experts, prob_sums=True, **case.arguments)
+    if not case.with_gradient:
+        return found.weights.detach()
+    losses = BALANCE * load_balancing_loss(found) + Z * router_z_loss(found)
+    (gradient,) = torch.autograd.grad([found.weights, losses], z, [incoming(found.weights), torch.ones_like(losses)])
+    return gradient

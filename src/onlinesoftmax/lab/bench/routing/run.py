@@ -1,0 +1,88 @@
+"""The measurement of routing: every way is checked, then timed beside one read of the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ..inputs import extra_bytes, lacking
+from ..peers import Peer
+from ..result import ONE_READ, CaseResult, Result
+from ..run import FLUSHES_OF_AUTOGRAD, check_each, clock_of, each_case, with_times
+from ..suites import Measures
+from ..timing import Call, Clock, Flush, Times
+from .cases import RouteCase
+from .reference import wrong
+
+FLOAT64_COPIES = 10
+"""Tensors of the shape of the logits, in float64 or int64, that the check holds at once."""
+
+LONG = 8192
+"""Columns of the rows that the one read has: rows of a few experts are not read at the speed of the memory."""
+
+SPREAD = 2.0
+"""Standard deviation of the logits."""
+
+KIND: Measures = "gate time"
+
+
+def run_gates(
+    cases: Iterable[RouteCase], everybody: Sequence[Peer], device: Any, repeat_ms: float
+) -> Iterator[CaseResult]:
+    """Measure the cases, one at a time.
+
+    Args:
+        cases: The cases.
+        everybody: `OursGate` and other ways, all of them present.
+        device: A torch device.
+        repeat_ms: Milliseconds for each measurement.
+    """
+    clock = clock_of(everybody, device)
+
+    def lacks(case: RouteCase) -> str | None:
+        return lacking(FLOAT64_COPIES * 8 * case.elements, device)
+
+    def measure(case: RouteCase) -> CaseResult:
+        return _measure(case, everybody, device, repeat_ms, clock)
+
+    return each_case(cases, device, lacks, measure, KIND)
+
+
+def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
+    """Normal logits, and a bias where the gate has groups."""
+    import torch
+
+    where: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(case.elements)}
+    x = (torch.randn(case.shape, **where) * SPREAD).to(getattr(torch, case.dtype))
+    bias = torch.randn(case.shape[1], **where) * 0.1 if "groups" in case.arguments else None
+    return x.requires_grad_(case.with_gradient), bias
+
+
+def _measure(case: RouteCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    from onlinesoftmax import logsumexp
+
+    inputs = make_logits(case, device)
+    results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, inputs))
+    x = inputs[0].detach()
+    long = x.view(-1, LONG) if x.numel() % LONG == 0 else x
+    everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, long, -1)}
+    samples = clock.measure(everything, repeat_ms, Flush(everything, FLUSHES_OF_AUTOGRAD))
+    read = Times.of(samples[ONE_READ])
+
+    def timed(result: Result) -> Result:
+        if result.who not in calls:
+            return result
+        result, us = with_times(result, samples)
+        return replace(result, of_read=us / read.median_us)
+
+    return CaseResult(case, results=[timed(each) for each in results], measures=KIND, one_read=read)
+
+
+def _checked(case: RouteCase, peer: Peer, inputs: tuple[Any, Any]) -> tuple[Result, Call]:
+    """The result of a way without times, and its call."""
+    call = partial(peer.prepare(case), *inputs)
+    reason, error = wrong(case, *inputs, call(), peer.ours)
+    extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
+    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra), call
