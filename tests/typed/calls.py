@@ -18,6 +18,7 @@ import onlinesoftmax as osm
 
 if TYPE_CHECKING:
     from onlinesoftmax.jax import TokenLogprobs
+    from onlinesoftmax.routing import Routed
 
 
 def tensors(x: torch.Tensor, t: torch.Tensor, array: NDArray[np.float32]) -> None:
@@ -43,6 +44,19 @@ def tensors(x: torch.Tensor, t: torch.Tensor, array: NDArray[np.float32]) -> Non
     osm.cross_entropy(x)  # type: ignore  # without a target
     stats.entropies  # type: ignore  # noqa: B018  # no such statistic
     found.logprobs  # type: ignore  # noqa: B018  # no such result
+
+
+def routing(x: torch.Tensor, array: NDArray[np.float32], z: jax.Array) -> None:
+    found: Routed = osm.route(x, 2, score="sigmoid", bias=x, groups=4, group_k=2, group_score="max", prob_sums=True)
+    osm.load_balancing_loss(found, "sequence")
+    assert_type(osm.nn.Router.like("mixtral", 64, 8, 2), osm.nn.Router)
+    assert_type(osm.jax.router_z_loss(osm.jax.route(z, 2, where=z > 0)), jax.Array)
+    osm.route(x, 2, score="soft")  # type: ignore  # no such score
+    osm.route(x, 2, bias=array)  # type: ignore  # arrays of two kinds
+    osm.route([1.0, 2.0], 1)  # type: ignore  # a list
+    osm.load_balancing_loss(found, "batch")  # type: ignore  # no such kind
+    osm.jax.route(z, 2, mask=z > 0)  # type: ignore  # JAX says where
+    found.gates  # type: ignore  # noqa: B018  # no such result
 
 
 def arrays(array: NDArray[np.float32]) -> None:
