@@ -23,7 +23,19 @@ from unittest import mock
 import numpy as np
 
 import cuda_simulator
-from cuda_targets import ASKED, KERNELS, PIPELINE, STRATEGY_COLS, Ask, a_task, check, run, small_plan, some_values
+from cuda_targets import (
+    ASKED,
+    KERNELS,
+    PACKED,
+    PIPELINE,
+    STRATEGY_COLS,
+    Ask,
+    a_task,
+    check,
+    run,
+    small_plan,
+    some_values,
+)
 from onlinesoftmax.kernels.cuda import reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
@@ -31,7 +43,7 @@ from onlinesoftmax.sampling.kernels import source as sampling
 from onlinesoftmax.sampling.kernels import topk, unfiltered
 
 ROWS = 20
-"""Rows of a call.  A block of row, pipeline and stream gets several."""
+"""Rows of a call.  A block of row, packed, pipeline and stream gets several."""
 
 CLASSES = 16
 """Classes of the losses that are reduced."""
@@ -44,6 +56,7 @@ ASKS += [ask for ask in ASKED if "mean_loss" in ask.outputs and "entropy" in ask
 
 REMOVED_BARRIERS = (
     ("cluster", "row/block_reduce.cuh", "__syncthreads();"),
+    (PACKED, "strategy/row/packed.cuh", "__syncthreads();"),
     (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
     ("reduction", "pass/reduction.cuh", "__syncthreads();"),
     ("sample", "exchange.cuh", "__syncthreads();"),

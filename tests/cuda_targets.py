@@ -25,10 +25,10 @@ from onlinesoftmax.planner.strategies import TABLE
 
 PROPOSALS = {strategy: propose for backend, strategy, propose in TABLE if backend == "cuda"}
 
-PIPELINE, STREAM = "grid, pipelined", "grid, streaming"
-"""Names of the second and the third kernel of `grid` in these tests."""
+PACKED, PIPELINE, STREAM = "row, packed", "grid, pipelined", "grid, streaming"
+"""Names of the second kernel of `row`, and of the second and the third of `grid`, in these tests."""
 
-KERNELS = (*PROPOSALS, PIPELINE, STREAM)
+KERNELS = (*PROPOSALS, PACKED, PIPELINE, STREAM)
 
 Values = dict[str, NDArray[Any]]
 
@@ -140,10 +140,13 @@ def small_plan(strategy: str, rows: int, cols: int, dtype: str, peel: bool, term
     vector = 16 // ITEMSIZE[dtype]
     kept = vector if peel else 1
     chunks = max(1, cols // vector)
-    of_strategy = partial(Plan, backend="cuda", strategy="grid" if strategy in (PIPELINE, STREAM) else strategy)
+    of_strategy = partial(Plan, backend="cuda", strategy=strategy.partition(",")[0])
     if strategy == "row":
         held = -(-chunks // 8)
         return of_strategy(-(-rows // 16), held * 8 * vector, 16, depth=2, warps=2, vector=kept, lanes=8, terms=terms)
+    if strategy == PACKED:
+        columns = -(-cols // 8) * 8
+        return of_strategy(-(-rows // 16), columns, 16, depth=2, warps=2, lanes=8, terms=terms, kernel="packed")
     if strategy == "cluster":
         held = -(-(-(-chunks // 16) * 8) // 64)
         return of_strategy(rows * 2, held * 64 * vector, warps=2, splits=2, vector=kept, lanes=64, terms=terms)
@@ -369,7 +372,7 @@ def assert_near(name: str, y: Any, right: Any, accumulator: str, dtype: str, x: 
 
 
 STRATEGY_COLS = {
-    "row": (37, 48), "cluster": (70, 96), "grid": (611, 640), "looped": (293, 320), PIPELINE: (611, 640),
-    STREAM: (2021, 2048),
+    "row": (37, 48), "cluster": (70, 96), "grid": (611, 640), "looped": (293, 320), PACKED: (37, 42),
+    PIPELINE: (611, 640), STREAM: (2021, 2048),
 }  # fmt: skip
 """Columns without and with whole chunks in aligned rows."""

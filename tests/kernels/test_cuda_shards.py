@@ -12,7 +12,6 @@ import pytest
 from cuda_shards import MAIL_WORDS, Shard, requests_of, run_shards, shards_of
 from cuda_simulator import set_words_of
 from cuda_targets import (
-    KERNELS,
     LOGPROB,
     LOGPROB_BACKWARD,
     LOSS,
@@ -55,7 +54,7 @@ CUTS = {
 def _cells() -> list[Any]:
     """Every strategy meets every output, operand and option; dtypes and kept terms take turns."""
     cells: list[tuple[str, Ask, str, bool]] = []
-    for (i, strategy), (j, ask) in itertools.product(enumerate(KERNELS), enumerate(ASKED)):
+    for (i, strategy), (j, ask) in itertools.product(enumerate(CUTS), enumerate(ASKED)):
         operation = OPERATIONS[ask.operation]
         writes = any(operation.output(name).kind == "element" for name in ask.outputs)
         if strategy in (PIPELINE, STREAM) and (not writes or not operation.reduces or "mask" in ask.options):

@@ -48,9 +48,8 @@ def test_a_strategy_proposes_blocks_that_hold_columns_or_says_why_not(name: str,
     """Also with a bias of wider elements than the input, which leaves a thread few registers."""
     device = known(name)
     for operation, bias_bytes, masked in itertools.product(OPERATIONS, (0, 2, 4, 8), (False, True)):
-        read = {
-            "bias_bytes": bias_bytes, "given": ("mask",) if masked else (), "fused": bool(bias_bytes or masked),
-        }  # fmt: skip
+        given = (*(["bias"] if bias_bytes else []), *(["mask"] if masked else []))
+        read = {"bias_bytes": bias_bytes, "given": given}
         for (rows, cols), (backend, strategy, propose) in itertools.product([(2, 64), (64, 4096), (3, 1 << 20)], TABLE):
             options = propose(Problem(operation, rows, cols, dtype, **read), device)
             case = (operation, bias_bytes, masked, rows, cols, backend, strategy)
@@ -227,7 +226,7 @@ def test_a_plan_of_several_long_rows_says_why_it_is_not_pipelined() -> None:
 
     long = (64, 1 << 20, "bfloat16")
     assert "not pipelined: bulk copies need compute capability 9.0" in reason(Problem("softmax", *long), known("a100"))
-    bias = Problem("softmax", *long, bias_bytes=2, fused=True)
+    bias = Problem("softmax", *long, bias_bytes=2, given=("bias",))
     assert "not pipelined: a bias or a mask would be read twice" in reason(bias)
     apart = Problem("softmax", *long, unit=1, can_peel=False)
     assert "not pipelined: bulk copies need rows whose aligned columns are adjacent" in reason(apart)

@@ -13,6 +13,9 @@ from .options import SCORE_OPTIONS
 from .task import BYTES, ITEMSIZE, Task, WithFacts
 from .view import power_of_two_divisor
 
+NUMBERS = "numbers"
+"""Stands for the score options that are no tensor: a plan is the same for each of them."""
+
 LONG_COLS = 1 << 19
 """Columns from which rows are divided over many blocks (strategy `grid`), each of which begins on a cache line."""
 
@@ -37,9 +40,10 @@ class Problem(WithFacts):
             can be split into head, body and tail with an aligned body in every tensor; False for calls that are
             batch-invariant.
         same_dtype: True where every tensor that is read element by element has the dtype of x and adjacent columns.
-        fused: True where any score option is given (`Task.fused`).
+        packed: True where the rows of x, dy and the element output lie one after another without gaps (`Task.packed`).
         sharded: True where the columns are a part of longer rows (`Task.part`).
-        given: Names of the tensors that are read, and that not every call reads.
+        given: Names of the tensors that are read, and that not every call reads; NUMBERS too, if
+            score options are given and none of them is a tensor.
         bias_bytes: Bytes of one element of the bias, which a kernel holds on chip beside the input; 0 without a bias.
         logit_bytes: Bytes of one element of the logits that a gradient reads for the slope of the softcap while it
             writes; 0 where they are not read.
@@ -60,8 +64,8 @@ class Problem(WithFacts):
     unit: int | None = None
     can_peel: bool = True
     same_dtype: bool = True
+    packed: bool = True
     # Operands that not every call reads.
-    fused: bool = False
     sharded: bool = False
     given: tuple[str, ...] = ()
     bias_bytes: int = 0
@@ -90,6 +94,9 @@ class Problem(WithFacts):
         tensors, dtypes, operation, aligned = task.tensors, task.dtypes, task.operation, task.tensors_aligned
         sizes = {name: BYTES[dtype] for name, dtype in dtypes.items()}
         optional = (*SCORE_OPTIONS, *(operand.name for operand in operation.operands if operand.optional), "logits")
+        given = [name for name in dict.fromkeys(optional) if name in sizes]
+        if task.fused and SCORE_OPTIONS.keys().isdisjoint(given):
+            given.append(NUMBERS)
         return cls(
             operation.name, task.rows, task.cols, dtypes["x"], dtypes[task.outputs[0]], task.outputs,
             interleaved=0 if tensors["x"].col == 1 else task.adjacent,
@@ -98,8 +105,8 @@ class Problem(WithFacts):
             same_dtype=all(
                 tensors[name].col == 1 and dtypes[name] == dtypes["x"] for name in operation.element_operands
             ),
-            fused=task.fused, sharded=task.part is not None,
-            given=tuple(dict.fromkeys(name for name in optional if name in sizes)),
+            packed=task.packed, sharded=task.part is not None,
+            given=tuple(given),
             bias_bytes=sizes.get("bias", 0), logit_bytes=sizes.get("logits", 0),
             all_bytes=sum(_elements(task, name) * size for name, size in sizes.items() if name not in task.outputs),
         )  # fmt: skip
@@ -112,6 +119,11 @@ class Problem(WithFacts):
     def contiguous(self) -> bool:
         """True where the elements of a row are neighbours."""
         return not self.interleaved
+
+    @cached_property
+    def fused(self) -> bool:
+        """True where any score option is given."""
+        return not {*SCORE_OPTIONS, NUMBERS}.isdisjoint(self.given)
 
     @cached_property
     def masked(self) -> bool:

@@ -232,6 +232,15 @@ class Task(WithFacts, Flags):
         return x.col == 1 and all(view.col == 1 and view.congruent(x) for view in views)
 
     @cached_property
+    def packed(self) -> bool:
+        """True where the rows of x, dy and the element output lie one after another in memory, without gaps."""
+        steps = [self.cols * math.prod(self.sizes[:i]) for i in range(len(self.sizes))]
+        return all(
+            view.col == 1 and all(size == 1 or a == b for size, a, b in zip(self.sizes, view.outer, steps, strict=True))
+            for view in (self.tensors["x"], *self._moved_with_x)
+        )
+
+    @cached_property
     def tensors_aligned(self) -> bool:
         """True where the first element of every element operand and every output lies on 16 bytes."""
         return all(self.tensors[name].aligned for name in (*self.operation.element_operands, *self.outputs))

@@ -113,7 +113,11 @@ class Planner(NamedTuple):
             options = reason or no_gpu(its_backend, device) or propose(problem, device)
             if isinstance(options, str):
                 found.append(Refusal(its_backend, its_strategy, options))
-            elif forecast is None or (its_backend, its_strategy, propose) in problem.declaration.own_strategies:
+            elif (
+                forecast is None
+                or options[0].by_estimate
+                or (its_backend, its_strategy, propose) in problem.declaration.own_strategies
+            ):
                 # The measured times are those of the backends' own strategies.
                 found.append(priced(options[0], problem, device))
             else:

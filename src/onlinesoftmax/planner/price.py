@@ -109,7 +109,8 @@ def _programs_at_once(proposal: Proposal, device: Device) -> int:
 
 def _width(proposal: Proposal, problem: Problem) -> float:
     """Part of the bandwidth that a proposal reaches with loads of its width."""
-    if proposal.vector > 1:
+    if proposal.vector > 1 or proposal.kernel:
+        # The kernels that a strategy has beside its first one copy 16 bytes at a time, wherever rows begin.
         return 1.0
     if problem.contiguous:
         return narrow(problem.aligned_bytes)

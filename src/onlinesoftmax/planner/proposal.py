@@ -63,6 +63,7 @@ class Proposal(Blocks):
         reads: Times the input is read.
         launches: Kernel launches.
         quality: Part of copy bandwidth that the blocks reach when the device is full.
+        by_estimate: True where the time follows from the bytes for every shape, so that tables have no times of it.
         again: Where `reads` is more than 1: the part of the input that is read more than once; the rest stays on chip.
     """
 
@@ -75,6 +76,7 @@ class Proposal(Blocks):
     launches: int = 1
     quality: float = 1.0
     again: float = 1.0
+    by_estimate: bool = False
 
     @property
     def blocks(self) -> tuple[Any, ...]:

@@ -32,6 +32,7 @@ from .params import (
 )
 from .strategy.blocks import slice_chunks, slice_tiles
 from .strategy.grid.ring_proposals import PIPELINE, STREAM
+from .strategy.row.packed_proposals import PACKED
 
 FILES = (
     "numeric/state", "channel/channel", "channel/state_words", "channel/loss_words", "row/operands", "numeric/formulas",
@@ -43,6 +44,7 @@ _RING = ("channel/team", "channel/team_board", "channel/barrier", "strategy/grid
 
 KERNEL_FILES = {
     "row": ("strategy/row/row",),
+    PACKED: ("strategy/row/packed",),
     "looped": ("strategy/looped/looped",),
     "cluster": ("channel/barrier", "channel/cluster_messages", "channel/cluster_states", "strategy/cluster/cluster"),
     "grid": ("channel/team", "channel/mailboxes", "strategy/grid/grid"),
@@ -52,7 +54,10 @@ KERNEL_FILES = {
 """Files of a kernel besides FILES, in the order of inclusion."""
 
 
-DEPTHS = {"row": "ROWS_AT_ONCE", "grid": "TILES_AT_ONCE", "pipeline": "TILE_CHUNKS", "stream": "TILE_CHUNKS"}
+DEPTHS = {
+    "row": "ROWS_AT_ONCE", PACKED: "ROWS_AT_ONCE", "grid": "TILES_AT_ONCE",
+    "pipeline": "TILE_CHUNKS", "stream": "TILE_CHUNKS",
+}  # fmt: skip
 """Name of the constant for `Blocks.depth`, by kernel: rows of a group of threads that are loaded together, tiles that
 are streamed together, or chunks of a thread in a tile of the ring."""
 
@@ -137,8 +142,8 @@ def types_of(request: Request) -> dict[str, str]:
 
 
 def vector(request: Request) -> int:
-    """Number of elements in a chunk: 16 bytes of x."""
-    return 16 // ITEMSIZE[request.dtypes["x"]]
+    """Number of elements in a chunk: 16 bytes of x; one where rows are packed, because a row may begin anywhere."""
+    return 1 if request.plan.kernel == PACKED else 16 // ITEMSIZE[request.dtypes["x"]]
 
 
 def kernel_name(request: Request) -> str:
@@ -377,6 +382,10 @@ def widths(request: Request) -> dict[str, int]:
     for name in element_tensors(request):
         view = tensors[name]
         size = 1 if name == "mask" else ITEMSIZE[view.dtype]
+        if request.plan.kernel == PACKED and view.col == 1:
+            # Neighbours in shared memory; a thread takes them one by one, because its chunks have one element.
+            found[name] = 16 // size
+            continue
         if view.col != 1 or (not view.aligned and not (peel and name == "x")):
             continue
         widest = min(vector(request), 16 // size)

@@ -240,6 +240,6 @@ def proposals(shape: Shape, device: Device, backend: str = "cuda") -> list[Reque
         no_mosaic = backend == "pallas" and strategy == "cluster" and find_spec("absl") is None
         if isinstance(options, str) or no_mosaic:
             continue
-        found += [priced(option, problem, device) for option in options]
+        found += [priced(option, problem, device) for option in options if not option.by_estimate]
     least = min((plan.estimate_us for plan in found), default=0.0)
     return [Request(wanted, plan) for plan in found if backend == "cuda" or plan.estimate_us <= HOPELESS * least]

@@ -116,7 +116,7 @@ struct Slice {
     // The largest of m and the elements that the lane holds.
     __device__ inline ACC peak(ACC m = -INF) const {
         if constexpr (!USES_MAXIMUM) return m;
-        if constexpr (sizeof(X) == 2 && !FUSED && !READS_SAVED_OUTPUT && CHUNKS) {
+        if constexpr (sizeof(X) == 2 && VECTOR > 1 && !FUSED && !READS_SAVED_OUTPUT && CHUNKS) {
             // One instruction compares two pairs of 16-bit numbers.
             unsigned pairs = reinterpret_cast<const unsigned&>(body[0].x.at[0]);
 #pragma unroll
