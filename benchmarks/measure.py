@@ -45,6 +45,7 @@ RECORDS: dict[str, str] = {
     "forward": f"--peers {KERNELS}",
     "rows1024": f"--peers {KERNELS}",
     "gradients": f"--peers {KERNELS}",
+    "short-rows": f"--peers {KERNELS}",
     "lengths": "--peers torch",
     "single-row": "--peers torch",
     "long-rows": "--peers torch",

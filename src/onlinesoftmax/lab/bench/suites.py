@@ -132,6 +132,9 @@ RELATIVES = [name for name in MEASURED if name not in (FORWARD[0], GRADIENT_OF_E
 OF_ROWS = ("op", "fused", "with_gradient", "reduction", "backend", "strategy", "dim")
 """Options of the command line that suites of heads and of tokens have no use for."""
 
+SHORT_ROWS = (4194304, 5), (4194304, 10), (2097152, 17), (1048576, 33), (1048576, 50), (262144, 100)
+"""Rows of gates, classifiers and attention over few keys; all but the last in float32 are unaligned."""
+
 LOGITS_OF_MODELS = (1, 128256), (8, 128256), (64, 128256), (512, 128256), (64, 32000)
 """Rows and vocabularies of models that write text."""
 
@@ -173,6 +176,15 @@ SUITES: dict[str, Suite] = {
             (1, 1 << 26), (1, 1 << 28),
         ),
         few=_rows((4, 1 << 20), (2, (1 << 20) + 8)),
+    ),
+    "short-rows": Suite(
+        # As many bytes as keep a GPU busy, and losses over as few classes.
+        "softmax of a few columns, its gradient, and losses with theirs",
+        _each([FORWARD[0], GRADIENT_OF_ELEMENTS], *SHORT_ROWS)
+        + _each([*LOSSES, *TOKENS], *SHORT_ROWS[1:4:2], with_gradient=True),
+        few=_each([FORWARD[0], GRADIENT_OF_ELEMENTS], (4096, 5), (1024, 33))
+        + _each([*LOSSES, *TOKENS], (1024, 10), with_gradient=True),
+        repeat_ms=50,
     ),
     "gradients": Suite(
         # 2^27 elements in rows of every length, and vocabularies.
