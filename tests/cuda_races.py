@@ -137,7 +137,7 @@ def sample(folder: Path) -> None:
     }  # fmt: skip
     numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top)
     fields = np.array([*(arrays[name].ctypes.data for name in sampling.POINTERS), *numbers])
-    cuda_simulator.simulate_sample(sampling.Shape("float32", 2, 512, 2, True), fields, rows, folder, divisor=4)
+    cuda_simulator.simulate_sample(sampling.Shape("float32", 2, 512, 2, True, 1), fields, rows, folder, divisor=4)
     assert arrays["top_tokens"].tolist() == [cols - 1, cols - 2, cols - 3] * rows
 
 

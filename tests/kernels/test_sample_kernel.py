@@ -28,7 +28,10 @@ EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
 def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, 512, 2, unfiltered.is_aligned(x))
+    aligned = unfiltered.is_aligned(x)
+    # Shared memory holds the slices of several blocks.
+    tiles = -(-source.slice_of(cols, cluster) // (512 * source.TOKENS)) if aligned and cluster > 1 else 0
+    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, 512, 2, aligned, tiles)
     dtypes = dict.fromkeys(("seed", "offset", "top_k", "token", "kept", "top_tokens"), torch.int64)
     dtypes |= {"top_p": torch.float64, "min_p": torch.float64}
     tensors = {
@@ -115,13 +118,13 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 8), ("sm_100", 8)])
 def test_the_kernel_compiles(arch: str, cluster: int) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, 512, 1, True)), arch)
+    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, 512, 1, True, 4)), arch)
     assert not compile.usage(log)["spills"]
 
 
 def test_the_loop_of_many_rows_keeps_its_numbers_in_registers() -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    _, log, _ = compile.build(source.source(source.Shape("float32", 1, 512, 2, True)), "sm_90")
+    _, log, _ = compile.build(source.source(source.Shape("float32", 1, 512, 2, True, 0)), "sm_90")
     loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
     assert loops == ["0", "0"]
 
@@ -130,12 +133,12 @@ def test_the_loop_of_many_rows_keeps_its_numbers_in_registers() -> None:
     "filters", [{"top_k": 40}, {"top_k": 2000}, {"top_p": 0.6}, {"top_p": 0.9, "min_p": 0.5}, {"min_p": 0.9}], ids=str
 )
 def test_rows_whose_candidates_come_late_or_do_not_fit_a_list(filters: dict[str, Any], folder: Path) -> None:
-    cols = 17_001
-    noise = torch.randn(4, cols, generator=torch.Generator().manual_seed(4))
-    # Rising scores; scores that are equal or differ little; scores that are larger behind the first tiles.
-    late = torch.where(torch.arange(cols) % 8_504 < 4096, noise[3] - 8, noise[3])
-    x = torch.stack([torch.linspace(-4, 4, cols), torch.ones(cols), (noise[2] * 2).round(), late])
-    for ties in ("keep", "first"):
+    # Rows that are not aligned, and rows whose slices shared memory holds.
+    for cols, ties in ((17_001, "keep"), (17_004, "first")):
+        noise = torch.randn(4, cols, generator=torch.Generator().manual_seed(4))
+        # Rising scores; scores that are equal or differ little; scores that are larger behind the first tiles.
+        late = torch.where(torch.arange(cols) % 8_504 < 4096, noise[3] - 8, noise[3])
+        x = torch.stack([torch.linspace(-4, 4, cols), torch.ones(cols), (noise[2] * 2).round(), late])
         check(x, 2, folder, 3, seed=torch.arange(4), ties=ties, **filters)
 
 
@@ -158,14 +161,18 @@ def test_a_list_that_overflows_does_not_hide_the_rest_of_the_slice(folder: Path)
 def test_few_rows_have_many_blocks() -> None:
     hopper, ampere, ada = (KNOWN[name] for name in ("h100", "a100", "l4"))
 
-    def cut(rows: int, cols: int, device: Device) -> tuple[int, int, int]:
-        shape = source.shape_of(rows, cols, "float32", True, device)
+    def cut(rows: int, cols: int, device: Device, aligned: bool = True) -> tuple[int, ...]:
+        shape = source.shape_of(rows, cols, "float32", aligned, device)
         assert shape is not None
-        return shape.cluster, shape.threads, shape.resident
+        assert shape.dynamic_bytes + source.DECLARED_BYTES <= device.shared_memory
+        return shape.cluster, shape.threads, shape.resident, shape.tiles
 
-    assert cut(1, 128256, hopper) > cut(64, 128256, hopper) == (2, 512, 1) > cut(1024, 128256, hopper) == (1, 512, 2)
-    assert cut(1, 1 << 20, ampere) == (1, 512, 1)
-    assert cut(1, 100, ada) == (1, 256, 1)
+    assert cut(1, 128256, hopper) == (8, 512, 1, 4)
+    assert cut(1, 128256, hopper, aligned=False) == (8, 512, 1, 0)
+    assert cut(64, 128256, hopper) == (2, 512, 1, 0)
+    assert cut(1024, 128256, hopper) == (1, 512, 2, 0)
+    assert cut(1, 1 << 20, ampere) == (1, 512, 1, 0)
+    assert cut(1, 100, ada) == (1, 256, 1, 1)
     assert source.shape_of(1, 100, "float32", True, replace(ada, shared_memory=48 << 10)) is None
     assert source.shape_of(1 << 31, 100, "float32", True, hopper) is None
 

@@ -116,10 +116,11 @@ __device__ inline void pass(
     const float m = row.m, rate = row.rate;
     unsigned number = 0;
     Tiles tiles;
-    tiles.fetch(slice, 0);
+    tiles.begin(slice);
 #pragma unroll 1
     for (int tile = 0; tile < slice.count; tile += TILE) {
-        tiles.take(slice, tile), tiles.fetch(slice, tile + TILE);
+        __syncwarp();   // the threads that have listed tokens go on with the others
+        tiles.take(slice, tile);
         unsigned listed = 0;
 #pragma unroll
         for (int i = 0; i < OWN_TOKENS; ++i) {
@@ -201,10 +202,11 @@ __device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint
     __syncthreads();
     rivals.expect(row.m, row.rate, float(int64(mass)) / (uint64(1) << MASS_BITS));
     Tiles tiles;
-    tiles.fetch(slice, 0);
+    tiles.begin(slice);
 #pragma unroll 1
     for (int tile = 0; tile < slice.count; tile += TILE) {
-        tiles.take(slice, tile), tiles.fetch(slice, tile + TILE);
+        __syncwarp();
+        tiles.take(slice, tile);
         unsigned listed = rivals.among(tiles, unsigned(slice.begin + tile), row.seed, row.offset);
 #pragma unroll 1
         for (; listed; listed &= listed - 1) {

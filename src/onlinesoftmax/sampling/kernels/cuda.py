@@ -14,7 +14,7 @@ from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered
 from .choice import is_unfiltered, refusal
-from .source import MOST_TOP, NAME, NUMBERS, POINTERS, Shape, dynamic_bytes, shape_of, slice_of, source
+from .source import MOST_TOP, NAME, NUMBERS, POINTERS, Shape, shape_of, slice_of, source
 
 Tensor = torch.Tensor
 
@@ -68,9 +68,8 @@ def _pool(shape: Shape, index: int) -> driver.ArgumentPool:
     """The arguments of launches."""
 
     def new_call(index: int) -> driver.Arguments:
-        dynamic = dynamic_bytes(shape.threads)
-        config = driver.launch_config(1, 1, shape.threads, dynamic, shape.cluster, False)
-        kernel = loaded(source(shape), NAME, index, dynamic, shape.cluster)
+        config = driver.launch_config(1, 1, shape.threads, shape.dynamic_bytes, shape.cluster, False)
+        kernel = loaded(source(shape), NAME, index, shape.dynamic_bytes, shape.cluster)
         return driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
 
     return driver.ArgumentPool(new_call)

@@ -23,6 +23,7 @@ struct Slice {
     int64 begin;      // its number in the row
     int count, rank;  // the tokens of the slice; the block's number in the cluster
     int buffer;       // the buffer that is stored in next
+    Chunk<X, VECTOR>* held;   // its copy in shared memory (tiles.cuh)
 
     // Adjacent tokens from number i of the slice on, without a branch, so that nothing waits for them before their use.
     // Near and behind the end, others are loaded: `complete` replaces them.

@@ -30,12 +30,19 @@ __device__ __noinline__ void sort(uint64* list, int count) {
     int size = 32;
     while (size < count) size *= 2;
     if (size <= THREADS / 2) {
-        // Adjacent threads count the keys above one key.
+        // Adjacent threads count the keys above one key, and wait for some of them at the same time.
+        constexpr int AT_ONCE = 8;
         const int parts = min(THREADS / size, 32), i = thread / parts;
         const uint64 own = i < count ? list[i] : 0;
         int rank = 0;
-#pragma unroll 4
-        for (int j = thread % parts; j < count; j += parts) rank += list[j] > own;
+#pragma unroll 1
+        for (int j = thread % parts; j < count; j += AT_ONCE * parts) {
+            uint64 keys[AT_ONCE];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) keys[k] = list[min(j + k * parts, size - 1)];
+#pragma unroll
+            for (int k = 0; k < AT_ONCE; ++k) rank += j + k * parts < count && keys[k] > own;
+        }
 #pragma unroll 1
         for (int step = 1; step < parts; step *= 2) rank += across(rank, step);
         __syncthreads();

@@ -55,10 +55,6 @@ __device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
 // those of the blocks before this one, for candidates and for rivals; the largest score of the first tiles.
 struct Seen { bool fits; uint64 count, offset, rivals, rivals_offset; float peak; };
 
-// Lines that are wanted later move into the L2 cache: more of them than fit the registers.
-constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
-static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
-
 // A thread's view of the slice: the largest score; whether there is NaN; whether the list is complete.
 struct Reading { float peak; bool bad, fits; };
 
@@ -70,19 +66,18 @@ __device__ __noinline__ Reading read_slice(
     const int thread = threadIdx.x, wanted = row.wanted;
     Reading reading{peak, false, true};
     Tiles tiles;
-    tiles.fetch(slice, 0);
+    tiles.begin(slice);
     bool crowded = false;
     float own_threshold = -LARGEST_FLOAT32;
 #pragma unroll 1
-    for (int tile = 0, next = TILE, buffer = 1; tile < slice.count; tile += TILE) {
-        tiles.take(slice, tile), tiles.fetch(slice, tile + TILE);
-        if (wanted && tile == next) {
-            // So many threads have seen this score, or more.
-            own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps[buffer]));
-            next *= 2, buffer ^= 1;
+    for (int tile = 0; tile < slice.count; tile += TILE) {
+        __syncwarp();   // the threads that have listed tokens go on with the others
+        tiles.take(slice, tile);
+        const int turn = tile / TILE;
+        if (wanted && turn && !(turn & (turn - 1))) {
+            // After 1, 2, 4 and so on tiles.  So many threads have seen this score, or more; two buffers take turns.
+            own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps[~__popc(turn - 1) & 1]));
         }
-        const int later = tile + AHEAD * TILE + thread * LINE;
-        if (thread < TILE / LINE && later < slice.count) prefetch(slice.x + later);
         const float threshold = fmax(board->threshold, own_threshold);
         unsigned hits = 0, above = 0, won = 0;
 #pragma unroll
@@ -128,6 +123,33 @@ __device__ __noinline__ Reading read_slice(
     return reading;
 }
 
+// As read_slice, for a slice in shared memory, and a threshold that holds for all of it: most threads have `peak` below it.
+__device__ __noinline__ Reading list_held(int wanted, Slice slice, uint64* list, Board* board, float peak, bool bad) {
+    Reading reading{peak, bad, true};
+    const float threshold = board->threshold;
+    if (!(peak < threshold))
+#pragma unroll 1
+        for (int tile = 0; tile < slice.count; tile += TILE) {
+            Tiles tiles;
+            tiles.take(slice, tile);
+            unsigned hits = 0;
+#pragma unroll
+            for (int i = 0; i < OWN_TOKENS; ++i) hits |= unsigned(tiles.score(i) >= threshold) << i;
+#pragma unroll 1
+            for (; hits; hits &= hits - 1) {
+                const int token = tile + Tiles::token(__ffs(hits) - 1);
+                // The registers cannot be indexed.
+                const float x = wide(slice.held[token / VECTOR], token % VECTOR);
+                append(list, CAPACITY, &board->count, key_of(x, unsigned(slice.begin + token)));
+            }
+        }
+    __syncthreads();
+    // More keys than there is room for are equal, or nearly.
+    reading.fits = board->count <= CAPACITY;
+    if (reading.fits && board->count > FEW) reading.fits = cut(list, wanted, ~0u, slice, board) <= FEW;
+    return reading;
+}
+
 // Reads the slice: lists the tokens that can be among the wanted ones, and finds the largest score.  Of rows without top_k,
 // counts the scores, and lists the rivals.
 __device__ inline void first_pass(
@@ -135,9 +157,10 @@ __device__ inline void first_pass(
 ) {
     const int thread = threadIdx.x;
     Tiles tiles;
-    tiles.fetch(slice, 0);
+    if (HELD) tiles.copy(slice);
+    else tiles.begin(slice);
     const int early = TILE + thread * LINE;
-    if (early < min(AHEAD * TILE, slice.count)) prefetch(slice.x + early);
+    if (!HELD && early < min(AHEAD * TILE, slice.count)) prefetch(slice.x + early);
     if (thread == 0) {
         board->count = 0, board->peak = 0, board->trough = 0;
         board->counts[0] = board->counts[1] = 0;
@@ -151,13 +174,19 @@ __device__ inline void first_pass(
     const int wanted = row.wanted;
     const bool counts = row.by_mass;
 
-    // A first threshold: in each block, wanted / CLUSTER of the threads have a token that reaches it.
+    // A threshold: in each block, wanted / CLUSTER of the threads have a token that reaches it, in the first tile or in all.
+    const bool whole = HELD && !counts && wanted <= CLUSTER * THREADS / 2;
     float peak = -INF, trough = INF;
-    tiles.take(slice, 0);
+    bool bad = false;
+    if (HELD) wait_groups(0);
+#pragma unroll 1
+    for (int tile = 0; tile < (whole ? slice.count : 1); tile += TILE) {
+        tiles.take(slice, tile);
 #pragma unroll
-    for (int i = 0; i < OWN_TOKENS; ++i) {
-        const float x = tiles.score(i);
-        peak = fmax(peak, x), trough = fmin(trough, x > -INF ? x : INF);
+        for (int i = 0; i < OWN_TOKENS; ++i) {
+            const float x = tiles.score(i);
+            peak = fmax(peak, x), trough = fmin(trough, x > -INF ? x : INF), bad |= x != x;
+        }
     }
     raise(&board->peak, word_of(peak));
     if (counts) raise(&board->trough, ~word_of(trough));
@@ -194,10 +223,13 @@ __device__ inline void first_pass(
     if (thread == 0 && wanted) board->threshold = finite_score(~unsigned(sample[0] >> 32));
     __syncthreads();
 
-    const Reading reading = counts ? read_slice<true>(row, slice, spread, rivals, list, board, peak)
-        : read_slice<false>(row, slice, spread, rivals, list, board, peak);
+    Reading reading;
+    if (whole) reading = list_held(wanted, slice, list, board, peak, bad);
+    else if (counts) reading = read_slice<true>(row, slice, spread, rivals, list, board, peak);
+    else reading = read_slice<false>(row, slice, spread, rivals, list, board, peak);
     raise(&board->peak, word_of(reading.peak));
-    const bool bad = __syncthreads_or(reading.bad), fits = reading.fits;
+    bad = __syncthreads_or(reading.bad);
+    const bool fits = reading.fits;
     // Blocks cut their lists at the same time, and all lists together must fit; by_mass.cuh needs the room behind FEW.
     const int room = counts ? FEW : CAPACITY;
     const int most = max(wanted, min(max(2 * wanted, THREADS), room / CLUSTER));
@@ -236,7 +268,7 @@ __device__ inline uint64 raw_sum(Slice& slice, float m) {
 
 // Sorts the `wanted` largest keys of a list, and some more; m is the largest score.  Returns how many these are.
 __device__ inline int sort_largest(uint64* list, int count, int wanted, float m, Slice& slice, Board* board) {
-    if (count > 64 && count > wanted) {
+    if (count > THREADS / 2 && count > wanted) {
         __syncthreads();
         if (threadIdx.x == 0) board->count = count;
         __syncthreads();
@@ -325,11 +357,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
     __shared__ Seen seen;
     const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER;
     const int64 at = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
-    Slice slice{p.x + at * p.stride + begin, &exchange, begin, int(min(p.slice, p.cols - begin)), rank, 0};
+    Slice slice{p.x + at * p.stride + begin, &exchange, begin, int(min(p.slice, p.cols - begin)), rank, 0, nullptr};
     uint64* const list = reinterpret_cast<uint64*>(&memory[0]);
     Rivals rivals{list + CAPACITY, 0, 0, 0};
     uint64* const above = list + CAPACITY + MOST_RIVALS;
     Spread spread{reinterpret_cast<unsigned*>(above + MOST_ABOVE), above, 0, 0};
+    slice.held = reinterpret_cast<Chunk<X, VECTOR>*>(spread.counts + SPREAD);
 
     first_pass(p, row, slice, spread, rivals, list, &board, seen);
     if (row.valid) {

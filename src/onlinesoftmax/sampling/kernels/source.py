@@ -67,6 +67,7 @@ class Shape(NamedTuple):
         threads: Threads of a block.
         resident: Blocks of a multiprocessor that its registers suffice for.
         aligned: True where every row begins on 16 bytes.
+        tiles: Tiles of the longest slice, if shared memory holds them; 0 otherwise.
     """
 
     dtype: str
@@ -74,6 +75,12 @@ class Shape(NamedTuple):
     threads: int
     resident: int
     aligned: bool
+    tiles: int
+
+    @property
+    def dynamic_bytes(self) -> int:
+        """Shared memory for lists and counts, and for the logits."""
+        return list_bytes(self.threads) + self.tiles * TOKENS * self.threads * ITEMSIZE[self.dtype]
 
 
 def slice_of(cols: int, cluster: int) -> int:
@@ -86,7 +93,7 @@ def _capacity(threads: int) -> int:
     return _FEW + 2 * threads * TOKENS
 
 
-def dynamic_bytes(threads: int) -> int:
+def list_bytes(threads: int) -> int:
     """Shared memory for the lists of sort keys, and for counts of scores."""
     return 8 * (_capacity(threads) + _MOST_RIVALS + _MOST_ABOVE) + 4 * _SPREAD
 
@@ -99,7 +106,7 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
         dtype, aligned: As for `Shape`.
         device: Where the kernel is to run.
     """
-    threads = next((n for n in _THREADS if dynamic_bytes(n) + DECLARED_BYTES <= device.shared_memory), None)
+    threads = next((n for n in _THREADS if list_bytes(n) + DECLARED_BYTES <= device.shared_memory), None)
     if threads is None:
         return None
     resident = RESIDENT_THREADS // threads
@@ -113,8 +120,13 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
             best, least = cluster, cost
     if best is None:
         return None
-    # A block that has a multiprocessor to itself takes more registers, and computes more at the same time.
-    return Shape(dtype, best, threads, 1 if rows * best <= device.multiprocessors else resident, aligned)
+    if rows * best > device.multiprocessors:
+        return Shape(dtype, best, threads, resident, aligned, 0)
+    # A block that has a multiprocessor to itself takes more registers, and the rest of its shared memory.
+    tiles = -(-slice_of(cols, best) // (TOKENS * threads))
+    held = Shape(dtype, best, threads, 1, aligned, tiles)
+    fits = aligned and held.dynamic_bytes + DECLARED_BYTES <= device.shared_memory
+    return held if fits else held._replace(tiles=0)
 
 
 @cache
@@ -126,8 +138,8 @@ def source(shape: Shape) -> str:
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers = {
-        "THREADS": shape.threads, "CLUSTER": shape.cluster, "RESIDENT": shape.resident,
-        "ALIGNED": shape.aligned, "MOST_CANDIDATES": MOST_TOP, "FEW": _FEW, "CAPACITY": _capacity(shape.threads),
+        "THREADS": shape.threads, "CLUSTER": shape.cluster, "RESIDENT": shape.resident, "ALIGNED": shape.aligned,
+        "HELD": shape.tiles > 0, "MOST_CANDIDATES": MOST_TOP, "FEW": _FEW, "CAPACITY": _capacity(shape.threads),
         "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE, "MOST_RIVALS": _MOST_RIVALS,
     }  # fmt: skip
     return constants_of(shape.dtype, numbers)

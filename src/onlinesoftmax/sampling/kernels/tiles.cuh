@@ -1,27 +1,56 @@
 // The tokens that a block reads together, for sample.cuh.
+//
+// HELD, the slice is copied to shared memory at once, and read there as often as it is wanted.  Otherwise the next tile is
+// under way to the registers, and those behind it to the L2 cache.
 
 // Chunks of a thread that are read together, and tokens of a block.
-constexpr int EACH = VECTOR < 8 ? 8 / VECTOR : 1, TILE = THREADS * VECTOR * EACH;
+constexpr int EACH = VECTOR < 8 ? 8 / VECTOR : 1, OWN_TOKENS = EACH * VECTOR, TILE = THREADS * OWN_TOKENS;
+static_assert(ALIGNED || !HELD, "copies to shared memory have 16 bytes");
 
-// The tokens of this thread, tile by tile; those of the next tile are under way.
+// Lines that move into the L2 cache: more of them than fit the registers.
+constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
+static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
+
+// The tokens of this thread, tile by tile.  A thread copies what it reads, so no other one waits for it.
 struct Tiles {
     Chunk<X, VECTOR> now[EACH], next[EACH];
 
     // The first token of chunk i of a thread, from the beginning of a tile on.
-    __device__ static inline int place(int i) { return (i * THREADS + int(threadIdx.x)) * VECTOR; }
+    __device__ static inline int chunk(int i) { return (i * THREADS + int(threadIdx.x)) * VECTOR; }
+    // Chunk i of a tile in shared memory.
+    __device__ static inline Chunk<X, VECTOR>* at(const Slice& slice, int tile, int i) {
+        return slice.held + (tile + chunk(i)) / VECTOR;
+    }
     __device__ inline void fetch(const Slice& slice, int tile) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) slice.fetch(next[i], tile + place(i));
+        for (int i = 0; i < EACH; ++i) slice.fetch(next[i], tile + chunk(i));
     }
+    // Copies the slice; wait_groups(0) waits for it.
+    __device__ static inline void copy(const Slice& slice) {
+        int i = chunk(0);
+#pragma unroll 1
+        for (; i <= slice.count - VECTOR; i += THREADS * VECTOR) copy_async(slice.held + i / VECTOR, slice.x + i);
+        commit();
+        if (i < slice.count) slice.complete(slice.held[i / VECTOR], i);
+    }
+    // Begins to read the slice.
+    __device__ inline void begin(const Slice& slice) {
+        if (!HELD) fetch(slice, 0);
+    }
+    // Takes a tile; the one that comes after it sets out.
     __device__ inline void take(const Slice& slice, int tile) {
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) now[i] = next[i];
+        for (int i = 0; i < EACH; ++i) now[i] = HELD ? *at(slice, tile, i) : next[i];
+        if (!HELD) {
+            const int later = tile + AHEAD * TILE + int(threadIdx.x) * LINE;
+            fetch(slice, tile + TILE);
+            if (threadIdx.x < TILE / LINE && later < slice.count) prefetch(slice.x + later);
+        }
         if (tile + TILE > slice.count)
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + place(i));
+            for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + chunk(i));
     }
     // Token i of the thread, and its number from the beginning of the tile on.
     __device__ inline float score(int i) const { return wide(now[i / VECTOR], i % VECTOR); }
-    __device__ static inline int token(int i) { return place(i / VECTOR) + i % VECTOR; }
+    __device__ static inline int token(int i) { return chunk(i / VECTOR) + i % VECTOR; }
 };
-constexpr int OWN_TOKENS = EACH * VECTOR;
