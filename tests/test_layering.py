@@ -93,6 +93,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "routing.arguments": {"torch"},
     "routing.module": {"torch"},
     "routing.operators": {"torch"},
+    "routing.prepared": {"torch"},
     "routing.reference": {"torch"},
     "routing.run": {"torch"},
     "overrides.calls": {"torch"},

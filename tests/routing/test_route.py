@@ -170,3 +170,25 @@ def test_mistakes_of_logits_and_of_losses() -> None:
         osm.load_balancing_loss(osm.route(logits(4, 12), 3, prob_sums=True), "batch")  # type: ignore[arg-type]  # the mistake
     with pytest.raises(TypeError, match="routed must be the result of route, not Tensor"):
         osm.router_z_loss(logits(4, 12))  # type: ignore[arg-type]  # the mistake
+
+
+def test_a_repeated_call_checks_its_arguments_again() -> None:
+    """Prepared calls are keyed by all arguments: what changes takes the general path."""
+    x, mask = logits(2, 4, 12), torch.tensor([[True] * 3 + [False], [True] * 4])
+    given: dict[str, Any] = {"score": "sigmoid", "bias": torch.arange(12.0), "prob_sums": True, "dense": True}
+    first = osm.route(x, 3, mask=mask, **given)
+    for _ in range(2):
+        again = osm.route(x + 1, 3, mask=mask, **given)
+        assert torch.equal(again.indices, first.indices)
+        assert torch.equal(osm.route(x, 3, mask=mask, **given).weights, first.weights)
+    assert osm.route(x, 3, mask=mask, **given | {"bias": torch.arange(12.0).double()}).weights.equal(first.weights)
+    assert osm.route(x, 3, mask=mask[1], **given).counts.sum() == 24
+    z = x.clone().requires_grad_()
+    for _ in range(2):
+        osm.route(z, 3, mask=mask, **given).weights[0].square().sum().backward()
+    assert not osm.route(z.detach(), 3, mask=mask, **given).weights.requires_grad
+    assert z.grad is not None
+    assert z.grad[0, :3].any()
+    assert not z.grad[0, 3].any()
+    with pytest.raises(TypeError, match="counts must be a bool"):
+        osm.route(x, 3, mask=mask, **given | {"counts": 1})

@@ -94,15 +94,33 @@ def route(
         tensor([[0.5000, 0.5000],
                 [0.9526, 0.0474]])
     """
+    given = (
+        "route", k, score, order, groups, group_k, group_score, renormalize, scale, counts, prob_sums, dense,
+        # True equals 1, which some arguments may not be.
+        type(k), type(groups), type(group_k), type(renormalize), type(counts), type(prob_sums), type(dense),
+    )  # fmt: skip
+    if _PREPARED and indices is None:
+        _, prepared = _PREPARED[0].look_up(given, logits, bias, mask)
+        if prepared is not None:
+            ready: Routed = prepared(logits, bias, mask)
+            return ready
     arguments, run = _modules("route", logits)
     shape: Any = getattr(logits, "shape", ())
-    rule = checked_rule(
-        "route()", shape[-1] if len(shape) else 1, k, score, order, (groups, group_k, group_score), renormalize, scale
-    )
+    experts, of_groups = shape[-1] if len(shape) else 1, (groups, group_k, group_score)
+    rule = checked_rule("route()", experts, k, score, order, of_groups, renormalize, scale)
     check_flags(counts=counts, prob_sums=prob_sums, dense=dense)
     call = arguments.checked_call(logits, bias, mask, indices, rule, counts, prob_sums)
     found: Routed = run.route(call, tuple(shape[:-1]), dense)
+    if indices is None and not isinstance(logits, np.ndarray):
+        from . import prepared
+
+        if prepared.prepare(logits, bias, mask, given, call, dense) and not _PREPARED:
+            _PREPARED.append(prepared)
     return found
+
+
+_PREPARED: list[Any] = []
+"""The module prepared.py, once it has prepared a call: an import statement takes the host a microsecond."""
 
 
 def load_balancing_loss(

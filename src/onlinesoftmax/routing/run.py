@@ -12,7 +12,7 @@ from ..torch.formulas import PLAIN_TYPES
 from ..torch.namespace import NAMESPACE
 from . import reference
 from .results import Routed
-from .rules import Call, Gradients
+from .rules import Call, Gradients, Rule
 
 Tensor = torch.Tensor
 
@@ -30,20 +30,23 @@ def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
         found = _by_operator(call)
     elif type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
         found = reference.found_at(call, reference.choose(call))
-    elif torch.is_grad_enabled() and x.requires_grad:
-        recorded: Any = _Recorded.apply(x, call._replace(x=None))
-        found = Routed(*recorded)
     else:
-        found = found_of(call)
+        found = recorded(call) if torch.is_grad_enabled() and x.requires_grad else found_of(call)
+    return in_shape(found, call.rule, rows, dense)
+
+
+def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> Routed:
+    """The results of flat rows in the shapes that the caller has; arguments as of `route`."""
     weights, indices, counts, sums, lse, _ = found
-    experts, k = call.rule.experts, call.rule.k
+    experts, k = rule.experts, rule.k
     whole = None
     if dense:
         places = indices.clamp(min=0).long()
-        whole = weights.new_zeros(len(x), experts).scatter_add(1, places, weights).reshape(*rows, experts)
+        whole = weights.new_zeros(len(weights), experts).scatter_add(1, places, weights).reshape(*rows, experts)
     counts, sums = (None if t is None else t.reshape(*rows[:-1], experts) for t in (counts, sums))
-    weights, indices = (t.reshape(*rows, k) for t in (weights, indices))
-    return Routed(weights, indices, counts, sums, lse.reshape(rows), whole)
+    if len(rows) != 1:
+        weights, indices, lse = weights.reshape(*rows, k), indices.reshape(*rows, k), lse.reshape(rows)
+    return Routed(weights, indices, counts, sums, lse, whole)
 
 
 def found_of(call: Call) -> Routed:
@@ -66,6 +69,12 @@ def _by_kernel(call: Call) -> Routed | None:
 def _gradient_by_kernel(call: Call, found: Routed, given: Gradients) -> Tensor | None:
     """The gradient of a call by a kernel; None where none takes the call."""
     return None
+
+
+def recorded(call: Call) -> Routed:
+    """The results of a call on flat rows, recorded by autograd."""
+    found: Any = _Recorded.apply(call.x, call._replace(x=None))
+    return Routed(*found)
 
 
 class _Recorded(torch.autograd.Function):
