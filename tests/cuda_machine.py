@@ -68,7 +68,8 @@ extern "C" void abort() noexcept;
     inline float name(float x) { return name##f(x); }
 #define OF_TWO(name) extern "C" double name(double, double) noexcept; \\
     extern "C" float name##f(float, float) noexcept; inline float name(float x, float y) { return name##f(x, y); }
-OF_ONE(ceil) OF_ONE(exp) OF_ONE(exp2) OF_ONE(log) OF_ONE(tanh) OF_ONE(fabs) OF_TWO(fmax) OF_TWO(fmin)
+OF_ONE(ceil) OF_ONE(exp) OF_ONE(exp2) OF_ONE(log) OF_ONE(log1p) OF_ONE(sqrt) OF_ONE(tanh) OF_ONE(fabs)
+OF_TWO(fmax) OF_TWO(fmin)
 extern "C" double fma(double, double, double) noexcept;
 extern "C" float fmaf(float, float, float) noexcept;
 inline float fma(float x, float y, float z) { return fmaf(x, y, z); }
@@ -141,6 +142,10 @@ template <class T> T exchange_lanes(T x, int lane) {
     return x;
 }
 template <class T> T __shfl_sync(unsigned, T x, int lane) { return exchange_lanes(x, lane); }
+template <class T> T __shfl_up_sync(unsigned, T x, int step, int width) {
+    const int lane = threadIdx.x % 32;
+    return exchange_lanes(x, lane % width >= step ? lane - step : lane);
+}
 template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
 inline bool __all_sync(unsigned, bool x) {
     const auto given = given_by_lanes(x);

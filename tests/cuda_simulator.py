@@ -110,6 +110,8 @@ REPLACED = {
         "inline float reciprocal(float y)": "{ return 1 / y; }",
         "inline uint64 look_shared(const uint64* from)": "{ return look(from); }",
     },
+    "weights": {"inline float log_of_sum(float y)": "{ return log(y); }"},
+    "select": {"inline unsigned shift_in_below(unsigned mask, float x, float t)": "{ return mask << 1 | (x < t); }"},
     "scores": {"inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.18e-38f ? 0 : z; }"},
     "exchange": {"inline void prefetch(const void* at)": "{}"},
     "processes": {

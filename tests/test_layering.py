@@ -91,6 +91,8 @@ FRAMEWORKS: dict[str, set[str]] = {
     "sampling.topk": {"torch"},
     "sampling.verification": {"torch"},
     "routing.arguments": {"torch"},
+    "routing.kernels.cuda": {"torch"},
+    "routing.kernels.gradient": {"torch"},
     "routing.module": {"torch"},
     "routing.operators": {"torch"},
     "routing.prepared": {"torch"},

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..kernels import registry
 from ..torch.arguments import is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
@@ -52,23 +53,36 @@ def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> R
 def found_of(call: Call) -> Routed:
     """The results of a call on flat rows, without a gradient and without `dense`."""
     found = _by_kernel(call)
-    return reference.found_of(call) if found is None else found
+    return reference.found_at(call, reference.choose(call)) if found is None else found
 
 
 def gradient_of(call: Call, found: Routed, given: Gradients) -> Tensor:
     """The gradient of the logits, (T, experts) in their dtype; `found` holds weights, indices and lse of the call."""
     dx = _gradient_by_kernel(call, found, given)
-    return reference.gradient_of(call, found.indices, given) if dx is None else dx
+    return reference.gradient(call, found.indices, given) if dx is None else dx
 
 
 def _by_kernel(call: Call) -> Routed | None:
     """The results of a call by a kernel; None where none takes the call."""
-    return None
+    if not _has_kernels(call.x):
+        return None
+    from .kernels import cuda
+
+    return cuda.route(call)
 
 
 def _gradient_by_kernel(call: Call, found: Routed, given: Gradients) -> Tensor | None:
     """The gradient of a call by a kernel; None where none takes the call."""
-    return None
+    if not _has_kernels(call.x):
+        return None
+    from .kernels import gradient
+
+    return gradient.gradient(call, found, given)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """True where our kernels take a tensor."""
+    return x.is_cuda and registry.unavailable("cuda") is None and not x.is_neg()
 
 
 def recorded(call: Call) -> Routed:

@@ -1,0 +1,125 @@
+"""The launches of route.cuh and gradient.cuh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from ...kernels.cuda import driver
+from ...kernels.cuda.launch import loaded, words_of_stream
+from ...sampling.kernels.choice import refusal
+from ...torch.device import from_torch
+from ...torch.fast_path import MOST_ENTRIES
+from ..results import Routed
+from ..rules import Call, Rule, Score
+from .source import NAME, NUMBERS, POINTERS, Shape, dynamic_bytes, numbers_of, parts_of, shape_of, source
+
+Tensor = torch.Tensor
+
+
+def route(call: Call) -> Routed | None:
+    """The results of a call on a GPU; None if no kernel takes it."""
+    x, rule = adjacent(call.x), call.rule
+    index = x.get_device()
+    if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) >= 1 << 31:
+        return None  # tokens are counted in 31 bits
+    if call.prob_sums and rule.score is Score.IDENTITY:
+        return None  # these sums have no bound, so whole numbers cannot stand for them
+    run = _run_of(rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
+    return None if run is None else run(x, call.bias, call.mask, call.indices)
+
+
+def adjacent(x: Tensor) -> Tensor:
+    """Logits whose experts are adjacent in memory."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def dtype_of(x: Tensor) -> str:
+    """The dtype of a tensor as kernels have it."""
+    return str(x.dtype).removeprefix("torch.")
+
+
+def width_of(x: Tensor) -> int:
+    """Logits that one instruction loads: each row begins on as many bytes."""
+    number, size = x.shape[1] | x.stride(0) | x.data_ptr() // x.element_size(), x.element_size()
+    return min(16 // size, number & -number)
+
+
+def flags_of(call: Call) -> frozenset[str]:
+    """The constants of a call's kernel that are true."""
+    rule = call.rule
+    given = {
+        "HAS_BIAS": call.bias is not None, "MASKED": call.mask is not None, "REPLAY": call.indices is not None,
+        "GROUPED": rule.groups > 1, "SCORED_GROUPS": rule.group_top > 1, "COUNTS": call.counts,
+        "PROB_SUMS": call.prob_sums,
+    }  # fmt: skip
+    if call.indices is not None:
+        given |= {"GROUPED": False, "SCORED_GROUPS": False}
+    return frozenset(name for name, holds in given.items() if holds)
+
+
+Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Routed]
+
+
+@lru_cache(MOST_ENTRIES)
+def _run_of(
+    rule: Rule, dtype: str, width: int, flags: frozenset[str], count: int, stride: int, sequences: int, index: int
+) -> Run | None:  # fmt: skip
+    """The function that routes rows of these properties; None if no kernel takes them."""
+    shape = shape_of(rule, dtype, width, flags, count // sequences, sequences, from_torch("cuda", index))
+    return None if shape is None else bind(shape, rule, count, stride, sequences, index)
+
+
+def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:
+    """The function run(x, bias, mask, indices) that routes rows by a kernel.
+
+    Args:
+        shape, rule: The kernel, and the rule of the call.
+        count, stride: Number of the rows of the logits, and their distance.
+        sequences: Number of sequences.
+        index: Number of the device.
+    """
+    tokens, experts, k = count // sequences, rule.experts, rule.k
+    parts = parts_of(shape, tokens, sequences, from_torch("cuda", index))
+    dynamic = dynamic_bytes(shape, rule)
+    numbers = numbers_of(shape, rule, stride, tokens, parts)
+    sums = "COUNTS" in shape.flags, "PROB_SUMS" in shape.flags
+    words = sequences * (sum(sums) * experts + 1) if parts > 1 and any(sums) else 0
+    words = 1 << (words - 1).bit_length() if words else 0
+    stream_of, launch = torch._C._cuda_getCurrentRawStream, driver.library().cuLaunchKernelEx
+
+    def new_call(index: int) -> driver.Arguments:
+        config = driver.launch_config(sequences * parts, 1, shape.threads, dynamic, 1, False)
+        kernel = loaded(source(shape), NAME, index, dynamic, 1)
+        call = driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
+        call.fields[len(POINTERS) :] = list(numbers)
+        return call
+
+    pool = driver.ArgumentPool(new_call)
+
+    def run(x: Tensor, bias: Tensor | None, mask: Tensor | None, indices: Tensor | None) -> Routed:
+        if torch.cuda.current_device() != index:
+            # The default stream is that of the current device.
+            with torch.cuda.device(index):
+                return run(x, bias, mask, indices)
+        new = x.new_empty
+        weights, chosen = new((count, k), dtype=torch.float32), new((count, k), dtype=torch.int32)
+        lse = new(count, dtype=torch.float32)
+        counts = new((sequences, experts), dtype=torch.int32) if sums[0] else None
+        prob_sums = new((sequences, experts), dtype=torch.float32) if sums[1] else None
+        stream = stream_of(index)
+        mail = words_of_stream("route", words, 0, index, stream) if words else None
+        call = pool.take(index)
+        operands = (x, bias, mask, indices, weights, chosen, lse, counts, prob_sums, mail)
+        for i, t in enumerate(operands):
+            call.fields[i] = 0 if t is None else t.data_ptr()
+        call.config.stream = stream
+        status = launch(*call.addresses)
+        if status:
+            driver.check(driver.retry_with_context(status, call.addresses, index), "launching route_kernel")
+        pool.give_back(call)
+        return Routed(weights, chosen, counts, prob_sums, lse)
+
+    return run

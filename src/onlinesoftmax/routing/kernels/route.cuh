@@ -1,0 +1,246 @@
+// Chooses the experts of each token: indices, weights and logsumexp; counts and sums of probabilities of the experts.
+//
+// One block:  owns every parts-th batch of TEAMS tokens of a sequence.
+// Chosen:     for route.
+// Bytes:      one read of the logits; 8 * k + 4 bytes written for a token.
+// Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts.
+//
+// The blocks of a sequence add counts, and probabilities in units of a power of two, to words as whole numbers, so their
+// order does not matter.
+
+// Writes the results of a token that is `inside` its sequence, and counts its experts.  Returns true if it is valid.
+__device__ inline bool write_token(
+    const Route& p, int64 token, bool inside, bool valid, const X* row, const uint64* keys, float m, float lse, int* counts,
+    Board& board
+) {
+    const float scale = __uint_as_float(unsigned(p.scale_bits));
+    const auto load = [&](int j) {
+        if (REPLAY) {
+            const int given = p.given[token * K + j], expert = given >= 0 && given < int(p.experts) ? given : -1;
+            return chosen_of(expert < 0 ? 0 : wide(row[expert]), expert, p.bias);
+        }
+        const uint64 key = keys[j];
+        const int expert = expert_of_key(key);
+        return chosen_of(HAS_BIAS ? wide(row[expert]) : score_of_word(word_of_key(key)), expert, p.bias);
+    };
+    const ChosenExperts<decltype(load)> chosen(load);
+    if (REPLAY) {
+        // A token without a single expert is not valid.
+        float any = 0;
+        chosen.each([&](const Chosen& one, int) { any = one.expert >= 0 ? 1 : any; });
+        valid = fold_team<Maximum>(any, board) > 0 && valid;
+    }
+    float shift = m;
+    if (OF_CHOSEN && (REPLAY || HAS_BIAS)) {
+        float peak = -INF;
+        chosen.each([&](const Chosen& one, int) { peak = one.excluded ? peak : fmax(peak, one.x); });
+        shift = shift_of(fold_team<Maximum>(peak, board));
+    }
+    float sum = 0;
+    if (RENORMALIZE) {
+        chosen.each([&](const Chosen& one, int) { sum += score_of(one, shift, lse); });
+        sum = fold_team<Sum>(sum, board);
+    }
+    const float divisor = RENORMALIZE && sum != 0 ? sum : 1;
+    if (!inside) return false;
+    float* const weights = p.weights + token * K;
+    int* const indices = p.indices + token * K;
+    chosen.each([&](const Chosen& one, int j) {
+        weights[j] = valid && !one.excluded ? score_of(one, shift, lse) / divisor * scale : 0;
+        indices[j] = valid ? one.expert : -1;
+        if (COUNTS && valid && one.expert >= 0) atomicAdd(&counts[one.expert], 1);
+    });
+    if (threadIdx.x % TEAM == 0) p.lse[token] = valid ? lse : 0;
+    return valid;
+}
+
+// Adds the probabilities of a valid token to the lane's sums; z are its logits, of softmax their terms.
+__device__ inline void add_probabilities(
+    const float (&z)[ITEMS], float sum, unsigned items, float (&sums)[ITEMS], bool valid, const X* row, Board& board
+) {
+    float part = 0;
+    if (SCORE != Score::SOFTMAX) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            if (items >> i & 1 && z[i] != -INF) part += score(z[i]);
+        sum = fold_team<Sum>(part, board);
+    }
+    if (!valid) return;
+    const float factor = 1 / (sum == 0 ? 1 : sum);
+    if (SCORE == Score::SOFTMAX && factor > 0) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) sums[i] = fma(z[i], factor, sums[i]);
+        return;
+    }
+    // Other scores, and a token with NaN or +inf: an expert with -inf has the probability 0 even there.
+    if (SCORE == Score::SOFTMAX) {
+#pragma unroll 1
+        for (int i = 0; i < ITEMS; ++i)
+            if (items >> i & 1 && wide(row[expert_of(i)]) == -INF) items &= ~(1u << i);
+    }
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (SCORE == Score::SOFTMAX && items >> i & 1) sums[i] += z[i] * factor;
+        if (SCORE != Score::SOFTMAX && items >> i & 1 && z[i] != -INF) sums[i] += score(z[i]) * factor;
+    }
+}
+
+// Adds the sums of the block's teams, and those of the blocks of a sequence; the last block to add writes them.
+__device__ inline void write_sums(
+    const Route& p, int64 sequence, float (&sums)[ITEMS], const int* counts, float* partial
+) {
+    constexpr int ROWS = TEAM > 32 ? 1 : WARPS;
+    const int experts = int(p.experts), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float unit = __uint_as_float(unsigned(p.unit_bits));
+    __syncthreads();   // the teams' memory is used no more, and all tokens are counted
+    if (PROB_SUMS) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+            for (int step = TEAM; step < 32; step *= 2) sums[i] += across(sums[i], step);
+            if ((TEAM > 32 || lane < TEAM) && expert_of(i) < experts)
+                partial[(TEAM > 32 ? 0 : warp) * experts + expert_of(i)] = sums[i];
+        }
+        __syncthreads();
+    }
+    const auto sum_of = [&](int expert) {
+        float sum = 0;
+        for (int i = 0; i < ROWS; ++i) sum += partial[i * experts + expert];
+        return sum;
+    };
+    int* const all_counts = p.counts + sequence * experts;
+    float* const all_sums = p.prob_sums + sequence * experts;
+    if (p.parts == 1) {
+        for (int expert = threadIdx.x; expert < experts; expert += THREADS) {
+            if (COUNTS) all_counts[expert] = counts[expert];
+            if (PROB_SUMS) all_sums[expert] = sum_of(expert);
+        }
+        return;
+    }
+    // A word of each count, then of each sum: blocks are counted from bit 54 on, NaN from bit 44 on.
+    constexpr uint64 BLOCK = uint64(1) << 54, NAN = uint64(1) << 44;
+    const int items = (COUNTS + PROB_SUMS) * experts;
+    uint64* const words = p.words + sequence * (items + 1);
+    const auto word_of_item = [&](int item) {
+        if (COUNTS && item < experts) return uint64(counts[item]);
+        const float sum = sum_of(item - COUNTS * experts);
+        return sum == sum ? __float2ull_rn(sum * unit) : NAN;
+    };
+    const auto write_item = [&](int item, uint64 all) {
+        if (COUNTS && item < experts) {
+            all_counts[item] = int(unsigned(all));
+            return;
+        }
+        const bool has_nan = all % BLOCK >= NAN;
+        all_sums[item - COUNTS * experts] = has_nan ? NOT_A_NUMBER : float(double(all % NAN) / double(unit));
+    };
+    if constexpr (TEAM > 32) {
+        // Most of many experts have no token in a block.  A ticket tells which block is the last one.
+        for (int item = threadIdx.x; item < items; item += THREADS) {
+            const uint64 own = word_of_item(item);
+            if (own) add_to_word(&words[item], own);
+        }
+        __shared__ int is_last;
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            __threadfence();   // all that the block has added, which the barrier orders before
+            is_last = add_and_look(&words[items], 1) == p.parts - 1;
+        }
+        __syncthreads();
+        if (!is_last) return;
+        __threadfence();
+        for (int item = threadIdx.x; item < items; item += THREADS) {
+            write_item(item, look_word(&words[item]));
+            put_word(&words[item], 0);
+        }
+        if (threadIdx.x == 0) put_word(&words[items], 0);
+        return;
+    }
+    constexpr int AT_ONCE = 4;   // words that a thread adds to before it waits for the first one
+#pragma unroll 1
+    for (int first = threadIdx.x; first < items; first += AT_ONCE * THREADS) {
+        uint64 all[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int item = first + i * THREADS;
+            if (item >= items) break;
+            const uint64 own = word_of_item(item) + BLOCK;
+            all[i] = add_and_look(&words[item], own) + own;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int item = first + i * THREADS;
+            // The block that is the last one to add to a word.
+            if (item >= items || all[i] / BLOCK != p.parts) continue;
+            write_item(item, all[i]);
+            put_word(&words[item], 0);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(const __grid_constant__ Route p) {
+    extern __shared__ uint64 memory[];
+    __shared__ unsigned of_warps[2][WARPS];
+    Board board{of_warps, 0};
+    const int team = threadIdx.x / TEAM, experts = int(p.experts);
+    const int64 sequence = blockIdx.x / unsigned(p.parts);
+    const int part = blockIdx.x % unsigned(p.parts);
+    const unsigned items = own_items(experts);
+    int* const counts = reinterpret_cast<int*>(memory);
+    uint64* const of_teams = memory + (experts + 1) / 2;
+    TeamMemory own{of_teams + team * p.team_words, nullptr, nullptr, nullptr};
+    own.chosen = own.list + CAPACITY + 1;
+    own.values = reinterpret_cast<float*>(own.chosen + (SHORT ? K : 0)), own.scores = own.values + experts;
+    float sums[ITEMS];
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) sums[i] = 0;
+    if (COUNTS)
+        for (int expert = threadIdx.x; expert < experts; expert += THREADS) counts[expert] = 0;
+    __syncthreads();
+    const int tokens = int(p.tokens), step = int(p.parts) * TEAMS;
+    for (int first = part * TEAMS; first < tokens; first += step) {
+        const int place = first + team;
+        const int64 token = sequence * tokens + min(place, tokens - 1);
+        const bool inside = place < tokens;
+        const X* const row = p.x + token * p.stride;
+        float z[ITEMS], m = -INF, sum = 0;
+        load_row(z, row, experts, -INF);
+        bool valid = inside && (!MASKED || p.mask[token]);
+        const uint64* chosen = nullptr;
+        if (!REPLAY) {
+            const Of of = of_token(z, items, board);
+            if (HAS_BIAS || GROUPED) {
+                float keys[ITEMS];
+#pragma unroll
+                for (int i = 0; i < ITEMS; ++i) keys[i] = items >> i & 1 ? choice_of(z[i], p.bias, expert_of(i), of) : -INF;
+                unsigned left = items;
+                if (GROUPED) {
+                    left = items_of_groups(p, z, keys, items, of, own);
+#pragma unroll
+                    for (int i = 0; i < ITEMS; ++i) keys[i] = left >> i & 1 ? keys[i] : -INF;
+                }
+                chosen = choose(p, row, keys, left, of, own, board, m);
+            } else {
+                chosen = choose(p, row, z, items, of, own, board, m);
+            }
+        }
+        if (REPLAY || HAS_BIAS || GROUPED || !SHORT) {
+            m = z[0];
+#pragma unroll
+            for (int i = 1; i < ITEMS; ++i) m = fmax(m, z[i]);
+            m = fold_team<Maximum>(m, board);
+        }
+        m = shift_of(m);
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+            const float term = term_of(z[i], m);
+            sum += term;
+            if (SCORE == Score::SOFTMAX) z[i] = term;
+        }
+        sum = fold_team<Sum>(sum, board);
+        valid = write_token(p, token, inside, valid, row, chosen, m, m + log_of_sum(sum), counts, board);
+        if (PROB_SUMS) add_probabilities(z, sum, items, sums, valid, row, board);
+        sync_team();   // before the list is overwritten
+    }
+    if (COUNTS || PROB_SUMS) write_sums(p, sequence, sums, counts, reinterpret_cast<float*>(of_teams));
+}

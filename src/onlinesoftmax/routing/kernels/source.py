@@ -1,0 +1,233 @@
+"""The source of route.cuh and gradient.cuh, and how many lanes share a token."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from struct import Struct
+from typing import NamedTuple
+
+from ...core.device import Device
+from ...kernels import cuda
+from ...kernels.cuda.source import program
+from ...sampling import kernels as sampling
+from ...sampling.kernels.source import constants_of
+from ..rules import Rule, Score
+from ..selection import HALF_LOG
+
+NAME = "route_kernel"
+
+SHARED = (
+    ("row/warp_shuffle", cuda.__name__), ("channel/channel", cuda.__name__), ("scores", sampling.__name__),
+)  # fmt: skip
+"""Files of both kernels of other rooms."""
+
+FILES = (
+    *SHARED,
+    *((name, str(__package__)) for name in ("lanes", "weights", "choices", "select", "route")),
+)
+"""Files of the kernel, in the order of inclusion."""
+
+POINTERS = ("x", "bias", "mask", "given", "weights", "indices", "lse", "counts", "prob_sums", "words")
+"""Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
+
+NUMBERS = (
+    "stride", "tokens", "experts", "parts", "groups", "group_k", "group_top", "group_inverse", "team_words",
+    "scale_bits", "unit_bits",
+)  # fmt: skip
+
+MOST_ITEMS = 32
+"""Most logits of a lane: bits of a word stand for them."""
+
+FEW = 16
+"""Most experts of a token that are found by the maxima of groups of logits."""
+
+THREADS = 256
+"""Threads of a block of few tokens, or of a gradient, unless a token takes a block."""
+
+MANY_THREADS = 768
+"""Threads of a multiprocessor that registers suffice for, and of the blocks of many tokens.
+
+With blocks of 256, three times as many of them add counts to the same words, which takes 4 microseconds more for
+65536 x 256 on an H100.
+"""
+
+MOST_PARTS = 1023
+"""Most blocks of a sequence: 10 bits of a word count them (route.cuh)."""
+
+
+class Shape(NamedTuple):
+    """What a kernel is compiled for.
+
+    Attributes:
+        dtype: Dtype of the logits: "float32", "float16" or "bfloat16".
+        k: Experts of a token.
+        width: Logits that one instruction loads.
+        team: Threads of a token.
+        chunks: Loads of a lane for a token.
+        threads: Threads of a block.
+        resident: Blocks of a multiprocessor that its registers suffice for.
+        capacity: Keys of a team's list.
+        heads: Maxima of a lane that give the threshold of the list; 0 where bits give it.
+        score, selection: Scores of the weights and of the choice.
+        renormalize: As in Rule.
+        flags: Names of the constants that are true among FLAGS.
+    """
+
+    dtype: str
+    k: int
+    width: int
+    team: int
+    chunks: int
+    threads: int
+    resident: int
+    capacity: int
+    heads: int
+    score: Score
+    selection: Score
+    renormalize: bool
+    flags: frozenset[str]
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return 1
+
+    @property
+    def teams(self) -> int:
+        """Tokens of a block at a time."""
+        return self.threads // self.team
+
+
+FLAGS = ("HAS_BIAS", "MASKED", "REPLAY", "GROUPED", "SCORED_GROUPS", "COUNTS", "PROB_SUMS")
+"""Constants: operands that are given, results that are wanted, and SCORED_GROUPS where the scores of groups are sums
+of scores, not of logits."""
+
+
+def shape_of(
+    rule: Rule, dtype: str, width: int, flags: frozenset[str], tokens: int, sequences: int, device: Device
+) -> Shape | None:
+    """The kernel of a call; None if the device has too little shared memory.
+
+    Args:
+        rule: How experts are chosen and weighted.
+        dtype, width: As in Shape.
+        flags: Those of FLAGS that hold.
+        tokens, sequences: Tokens of a sequence, and sequences.
+        device: Where the kernel is to run.
+    """
+    experts, k = rule.experts, rule.k
+    team, chunks = team_of(experts, width, MOST_ITEMS if flags.isdisjoint({"HAS_BIAS", "GROUPED"}) else MOST_ITEMS // 2)
+    heads = 1
+    # The more maxima, the fewer experts reach the k-th one; but they have to be sorted.
+    while heads < min(8, chunks * width // 2) and 2 * team * heads < 5 * k:
+        heads *= 2
+    if k > FEW or (experts > 2 * FEW and 2 * k > team * heads):
+        heads = 0
+    most = 1 << (experts - 1).bit_length()
+    capacity = min(max(16, 1 << (2 * k - 1).bit_length()), max(most, 2))
+    # With more registers, a thread holds the sums of probabilities too.
+    many = MANY_THREADS if "PROB_SUMS" not in flags else MANY_THREADS * 2 // 3
+    # Few tokens are spread over more multiprocessors.
+    few = sequences * tokens * team <= device.multiprocessors * THREADS
+    threads = team if team > 32 else THREADS if few else many
+    while threads >= max(team, 32):
+        resident = max(many // threads, 1)
+        shape = Shape(
+            dtype, k, width, team, chunks, threads, resident, capacity, heads, rule.score, rule.selection,
+            rule.renormalize, flags,
+        )  # fmt: skip
+        if dynamic_bytes(shape, rule) + 1024 <= device.shared_memory:
+            return shape
+        threads //= 2
+    return None
+
+
+def parts_of(shape: Shape, tokens: int, sequences: int, device: Device) -> int:
+    """Blocks of a sequence: as many as are resident at the same time, or fewer for few tokens."""
+    places = device.multiprocessors * shape.resident
+    return max(1, min(-(-tokens // shape.teams), places // sequences, MOST_PARTS))
+
+
+def team_of(experts: int, width: int, most: int) -> tuple[int, int]:
+    """How many lanes share a token, and how many loads each of them takes, so that a lane has `most` items or fewer."""
+    team = 1
+    while -(-experts // (team * width)) * width > most:
+        team *= 2
+    return team, -(-experts // (team * width))
+
+
+def team_words(shape: Shape, rule: Rule) -> int:
+    """64-bit words of shared memory of a team; an odd number, so that teams begin in different banks."""
+    words = shape.capacity + 1 + (rule.k if shape.heads else 0)
+    if "GROUPED" in shape.flags:
+        words += -(-(rule.experts + rule.groups) // 2)
+    return words | 1
+
+
+def dynamic_bytes(shape: Shape, rule: Rule) -> int:
+    """Bytes of shared memory: counts, then the memory of the teams, in whose place the sums of the warps lie later."""
+    of_sums = (1 if shape.team > 32 else shape.threads // 32) * rule.experts * 4 if "PROB_SUMS" in shape.flags else 0
+    return 8 * -(-rule.experts // 2) + max(8 * shape.teams * team_words(shape, rule), of_sums)
+
+
+def numbers_of(shape: Shape, rule: Rule, stride: int, tokens: int, parts: int) -> tuple[int, ...]:
+    """The numbers of a launch, in the order of NUMBERS.
+
+    Args:
+        shape, rule: The kernel, and the rule of the call.
+        stride: Distance of the rows of the logits.
+        tokens: Number of tokens of a sequence.
+        parts: Blocks of a sequence.
+    """
+    size = rule.experts // rule.groups
+    # A sum of probabilities is hardly more than the number of tokens, so 44 bits hold it.
+    unit = 2.0 ** (43 - tokens.bit_length())
+    values = {
+        "stride": stride, "tokens": tokens, "experts": rule.experts, "parts": parts,
+        "groups": rule.groups, "group_k": rule.group_k, "group_top": rule.group_top,
+        "group_inverse": -(-(1 << 32) // size), "team_words": team_words(shape, rule),
+        "scale_bits": bits_of(rule.scale), "unit_bits": bits_of(unit),
+    }  # fmt: skip
+    return tuple(values[name] for name in NUMBERS)
+
+
+def bits_of(x: float) -> int:
+    """The bits of a number in float32; an infinity beyond its range."""
+    return int.from_bytes(_FLOAT.pack(x if abs(x) < _LIMIT else math.copysign(math.inf, x)), "little")
+
+
+_FLOAT, _LIMIT = Struct("<f"), 2.0**128 - 2.0**103
+
+
+@cache
+def source(shape: Shape) -> str:
+    """The source of a kernel."""
+    return program(prologue(shape), *FILES)
+
+
+def prologue(shape: Shape) -> str:
+    """Types and constants of a kernel."""
+    numbers: dict[str, bool | int] = {
+        "WIDTH": shape.width, "TEAM": shape.team, "CHUNKS": shape.chunks, "THREADS": shape.threads,
+        "RESIDENT": shape.resident, "CAPACITY": shape.capacity, "SHORT": shape.heads > 0,
+        "HEADS": max(shape.heads, 1), "K": shape.k,
+        **{name: name in shape.flags for name in FLAGS},
+    }  # fmt: skip
+    coefficients = "".join(f"constexpr float HALF_LOG_{i} = {float(c)!r}f;\n" for i, c in enumerate(HALF_LOG))
+    selection = f"constexpr Score SELECTION = Score::{shape.selection.name};\n"
+    return constants_of_weights(shape.score, shape.renormalize, shape.dtype, numbers) + selection + coefficients
+
+
+def constants_of_weights(score: Score, renormalize: bool, dtype: str, numbers: dict[str, bool | int]) -> str:
+    """C++ text of the type of the logits and of the constants of a kernel.
+
+    Args:
+        score, renormalize: As in Rule.
+        dtype: Dtype of the logits.
+        numbers: Other constants.
+    """
+    scores = ", ".join(one.name for one in Score)
+    flags: dict[str, bool | int] = {"OF_CHOSEN": score is Score.SOFTMAX and renormalize, "RENORMALIZE": renormalize}
+    first = f"enum class Score {{ {scores} }};\nconstexpr Score SCORE = Score::{score.name};\n"
+    return first + constants_of(dtype, numbers | flags)

@@ -1,0 +1,66 @@
+// The chosen experts of a token and their scores, up to rounding errors, for both kernels.
+
+// The chosen experts that a lane has, and whether it keeps them in registers.
+constexpr int OWN = (K + TEAM - 1) / TEAM, KEPT = OWN <= 4 ? OWN : 1;
+
+struct Chosen {
+    float x;
+    int expert;      // -1 for none
+    bool excluded;   // it has no weight
+    float dweight;   // gradient of its weight, for gradient.cuh
+};
+__device__ inline Chosen chosen_of(float x, int expert, const float* bias, float dweight = 0) {
+    return {x, expert, expert < 0 || x == -INF || (HAS_BIAS && bias[expert] == -INF), dweight};
+}
+
+// The chosen experts of a token that `load` finds by their place.
+template <class Load> struct ChosenExperts {
+    const Load& load;
+    Chosen kept[KEPT];
+
+    __device__ static inline int place(int i) { return i * TEAM + int(threadIdx.x) % TEAM; }
+    __device__ inline ChosenExperts(const Load& load) : load(load) {
+        if constexpr (KEPT == OWN)
+#pragma unroll
+            for (int i = 0; i < OWN; ++i) kept[i] = place(i) < K ? load(place(i)) : Chosen{0, -1, true, 0};
+    }
+    // Calls use(expert, place) for each expert of the lane.
+    template <class Use> __device__ inline void each(const Use& use) const {
+        if constexpr (KEPT == OWN) {
+#pragma unroll
+            for (int i = 0; i < OWN; ++i)
+                if (place(i) < K) use(kept[i], place(i));
+        } else {
+#pragma unroll 1
+            for (int i = 0; i < OWN; ++i)
+                if (place(i) < K) use(load(place(i)), place(i));
+        }
+    }
+};
+
+// The score of a logit, up to rounding errors, but of softmax.
+__device__ inline float score(float x) {
+    if (SCORE == Score::IDENTITY) return x;
+    const float t = exp(-fabs(x));
+    if (SCORE == Score::SIGMOID) return (x < 0 ? t : 1) / (1 + t);
+    // Below -15, log(1 + t) is t in float32.
+    return x < -15 ? exp(x * 0.5f) : sqrt((x < 0 ? 0 : x) + log1p(t));
+}
+
+// The nearest finite number; NaN becomes the least.
+__device__ inline float shift_of(float m) { return fmin(fmax(m, -LARGEST_FLOAT32), LARGEST_FLOAT32); }
+
+// exp(x - m) for the shift m.
+__device__ inline float term_of(float x, float m) { return power_of_two((x - m) * float(LOG2_E)); }
+
+// The score of a chosen expert: with OF_CHOSEN, in units of exp(shift).
+__device__ inline float score_of(const Chosen& one, float shift, float lse) {
+    if (one.excluded) return 0;
+    if (SCORE != Score::SOFTMAX) return score(one.x);
+    return OF_CHOSEN ? term_of(one.x, shift) : exp(one.x - lse);
+}
+
+// The logarithm of a number from 1 on, of 0 or of NaN, with an absolute error of 2e-7.
+__device__ inline float log_of_sum(float y) {
+    float z; asm("lg2.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z * float(LOG_2);
+}

@@ -1,0 +1,261 @@
+"""The kernels of routing choose the experts that the formulas choose, and give the same numbers up to rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuda_simulator import simulate_sample
+from onlinesoftmax.core.device import KNOWN
+from onlinesoftmax.kernels.cuda import compile
+from onlinesoftmax.routing import reference
+from onlinesoftmax.routing.kernels import cuda, gradient, source
+from onlinesoftmax.routing.results import Routed
+from onlinesoftmax.routing.rules import Call, Gradients, checked_rule
+
+Tensor = torch.Tensor
+
+
+def a_call(x: Tensor, k: int, sequences: int = 1, **given: Any) -> Call:
+    """A call that wants all results."""
+    groups = given.get("groups"), given.get("group_k"), given.get("group_score", "top2_sum")
+    score, order = given.get("score", "softmax"), given.get("order", "score_first")
+    numbers = groups, given.get("renormalize", True), given.get("scale", 1.0)
+    rule = checked_rule("route", x.shape[1], k, score, order, *numbers)
+    operands = (given.get(name) for name in ("bias", "mask", "indices"))
+    return Call(x, *operands, rule, sequences, len(x) // sequences, True, score != "identity")
+
+
+def simulated(call: Call, folder: Path, parts: int) -> Routed:
+    """What the kernel writes, by name."""
+    x, rule, count = call.x, call.rule, len(call.x)
+    dtype = str(x.dtype).removeprefix("torch.")
+    tokens = call.tokens
+    shape = source.shape_of(rule, dtype, cuda.width_of(x), cuda.flags_of(call), tokens, call.sequences, KNOWN["h100"])
+    assert shape is not None
+    shape = shape._replace(threads=max(shape.team, 32))
+    out = {
+        "weights": torch.full((count, rule.k), -5.0), "indices": torch.full((count, rule.k), -5, dtype=torch.int32),
+        "lse": torch.full((count,), -5.0), "counts": torch.full((call.sequences, rule.experts), -5, dtype=torch.int32),
+        "prob_sums": torch.full((call.sequences, rule.experts), -5.0),
+    }  # fmt: skip
+    words = torch.zeros(call.sequences * (2 * rule.experts + 1), dtype=torch.int64)
+    memory = {"x": x, "bias": call.bias, "mask": call.mask, "given": call.indices, "words": words, **out}
+    pointers = [0 if memory[name] is None else memory[name].data_ptr() for name in source.POINTERS]
+    numbers = source.numbers_of(shape, rule, x.stride(0), tokens, parts)
+    simulate_sample(shape, np.array([*pointers, *numbers], np.int64), call.sequences * parts, folder, source)
+    assert not words.any(), "the kernel left words behind"
+    if not call.prob_sums:
+        out["prob_sums"] = None
+    return Routed(**out)
+
+
+def simulated_gradient(call: Call, found: Routed, given: Gradients, folder: Path) -> Tensor:
+    """The gradient that the kernel writes."""
+    x, rule = call.x, call.rule
+    dtype = str(x.dtype).removeprefix("torch.")
+    shape = gradient.shape_of(rule, dtype, cuda.width_of(x), gradient.flags_of(call, given))
+    shape = shape._replace(threads=max(shape.team, 32))
+    dx = torch.full(x.shape, -5.0, dtype=x.dtype)
+    operands = (x, call.bias, found.indices, found.lse, given.weights, given.prob_sums, given.lse, dx)
+    pointers = [0 if t is None else t.data_ptr() for t in operands]
+    numbers = gradient.numbers_of(rule, x.stride(0), len(x) // call.sequences, 2)
+    fields = np.array([*pointers, *numbers], np.int64)
+    simulate_sample(shape, fields, call.sequences * 2, folder, gradient)
+    return dx
+
+
+def check(call: Call, folder: Path, parts: int = 2) -> None:
+    """Compare with the formulas."""
+    got, want = simulated(call, folder, parts), reference.found_at(call, reference.choose(call))
+    assert torch.equal(got.indices, want.indices)
+    assert torch.equal(got.counts, want.counts)
+    near(got.weights, want.weights)
+    near(got.lse, want.lse)
+    if call.prob_sums:
+        near(got.prob_sums, want.prob_sums)
+
+
+def near(got: Tensor, want: Tensor, error: float = 2e-6) -> None:
+    assert torch.allclose(got.cpu().float(), want.cpu().float(), rtol=error, atol=error, equal_nan=True)
+
+
+def logits(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 2).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("experts", "k"),
+    [(1, 1), (2, 2), (7, 2), (8, 2), (60, 60), (64, 6), (128, 8), (144, 144), (160, 16), (256, 36), (384, 8), (896, 16),
+     (1024, 1), (2304, 36), (8192, 6)],
+)  # fmt: skip
+def test_experts_of_each_number(experts: int, k: int, folder: Path) -> None:
+    x = logits(5 if experts > 1024 else 24, experts)
+    check(a_call(x, k), folder)
+
+
+def hard_rows(experts: int) -> Tensor:
+    """Rows with NaN, infinities and ties."""
+    inf, nan, x = torch.inf, torch.nan, logits(16, experts)
+    half = experts // 2
+    x[0, 1], x[1, half], x[2, experts - 1] = nan, -nan, inf
+    x[3, half], x[3, 0] = inf, inf
+    x[4], x[5], x[6], x[7, 2:] = -inf, nan, 1.0, -inf
+    x[8], x[9, : half + 1] = x[8].round(), 0.0
+    x[9, ::2] = -0.0
+    x[10], x[11, 0] = inf, 3.4e38
+    x[12, 1:] = nan
+    x[13, half:], x[13, 0] = nan, -inf
+    x[14] *= 1e37
+    x[15, : experts - 3] = -inf
+    return x
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {}, {"renormalize": False}, {"score": "sigmoid"}, {"score": "sqrtsoftplus", "renormalize": False},
+    {"score": "identity", "order": "topk_first"}, {"score": "sigmoid", "order": "topk_first", "scale": 2.5},
+    {"groups": 4, "group_k": 2}, {"groups": 4, "group_k": 3, "group_score": "max"},
+    {"score": "sigmoid", "groups": 4, "group_k": 2, "group_score": 3},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(OPTIONS)))
+def test_options_and_hard_rows(number: int, folder: Path) -> None:
+    experts, k = 60, (4, 29)[number == 2 or number == 6]
+    x = torch.cat([hard_rows(experts), logits(24, experts)])
+    mask = torch.arange(40) % 7 != 3
+    check(a_call(x, k, 2, bias=a_bias(experts) if number % 2 else None, mask=mask, **OPTIONS[number]), folder)
+
+
+def a_bias(experts: int) -> Tensor:
+    """A bias that excludes two experts."""
+    bias = torch.linspace(-1, 1, experts)[torch.arange(experts) * 7 % experts].contiguous()
+    bias[[3, 20]] = -torch.inf
+    return bias
+
+
+@pytest.mark.parametrize(("dtype", "experts"), [(torch.float16, 7), (torch.bfloat16, 96)])
+def test_16_bit_logits_and_ties(dtype: torch.dtype, experts: int, folder: Path) -> None:
+    x = torch.cat([logits(20, experts, dtype), logits(20, experts, dtype).round()])
+    check(a_call(x, 5), folder, 4)
+    check(a_call(x[:, 1:], 3, 4), folder, 1)
+
+
+@pytest.mark.parametrize(("score", "renormalize"), [("softmax", True), ("sqrtsoftplus", False)])
+def test_given_experts(score: str, renormalize: bool, folder: Path) -> None:
+    x, generator = logits(30, 64), torch.Generator().manual_seed(1)
+    indices = torch.stack([torch.randperm(64, generator=generator)[:6] for _ in range(30)]).int()
+    indices[3], indices[4, 2], indices[5, 0] = -1, -7, 64
+    x[6], x[7, 4:] = torch.nan, -torch.inf
+    check(a_call(x, 6, 3, indices=indices, score=score, renormalize=renormalize), folder)
+
+
+@pytest.mark.parametrize(
+    ("score", "renormalize", "given"),
+    [("softmax", True, "weights prob_sums lse"), ("softmax", True, "weights"), ("softmax", False, "weights"),
+     ("softmax", True, "lse"), ("sigmoid", True, "weights prob_sums lse"), ("sqrtsoftplus", False, "weights prob_sums"),
+     ("identity", True, "weights prob_sums")],
+)  # fmt: skip
+def test_gradients(score: str, renormalize: bool, given: str, folder: Path) -> None:
+    experts, generator = 60, torch.Generator().manual_seed(3)
+    x = torch.cat([hard_rows(experts), logits(24, experts)])
+    if score == "identity":
+        x = torch.where(x == -torch.inf, x, x.abs())  # sums to divide by are not near 0
+    mask = torch.arange(40) % 7 != 3
+    sizes = {"weights": (40, 5), "prob_sums": (2, experts), "lse": (40,)}
+    noise = {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+    some = Gradients(**{name: t if name in given.split() else None for name, t in noise.items()})
+    # Given experts may be equal.
+    for indices in (None, torch.randint(-1, experts, (40, 5), generator=generator, dtype=torch.int32)):
+        call = a_call(x, 5, 2, score=score, renormalize=renormalize, scale=2.5, mask=mask, indices=indices)
+        found = reference.found_at(call, reference.choose(call))
+        near(simulated_gradient(call, found, some, folder), reference.gradient(call, found.indices, some), 1e-5)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_the_kernels_compile_without_spills(arch: str) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
+    call = a_call(logits(1, 256), 8)
+    shape = source.shape_of(call.rule, "float32", 4, cuda.flags_of(call), 1000, 1, KNOWN["h100"])
+    assert shape is not None
+    backward = gradient.shape_of(call.rule, "float32", 4, frozenset(gradient.FLAGS))
+    for text in (source.source(shape), gradient.source(backward)):
+        _, log, _ = compile.build(text, arch)
+        assert not compile.usage(log)["spills"]
+
+
+def on_gpu(call: Call) -> Call:
+    return call._replace(**{name: t.cuda() for name, t in call._asdict().items() if isinstance(t, Tensor)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"),
+    [(5, 1, 1), (1000, 2, 2), (1000, 7, 3), (5000, 8, 2), (999, 60, 6), (4096, 64, 6), (20000, 128, 8), (700, 144, 144),
+     (3000, 160, 16), (70000, 256, 8), (3000, 256, 36), (512, 384, 8), (600, 896, 16), (400, 1024, 6), (300, 2304, 36),
+     (200, 8192, 2), (9, 8192, 8192)],
+)  # fmt: skip
+def test_a_gpu_chooses_the_experts_of_a_cpu(tokens: int, experts: int, k: int, dtype: torch.dtype) -> None:
+    x = logits(tokens, experts, dtype)
+    for rows, sequences in ((x, 1), (x[:, 1:] if experts > k else x, 1), (x[: tokens // 4 * 4], 4)):
+        gpu_equals_cpu(a_call(rows, k, sequences))
+
+
+def gpu_equals_cpu(call: Call) -> None:
+    """Compare results and gradients of the kernels with the formulas."""
+    want = reference.found_at(call, reference.choose(call))
+    for _ in range(2):
+        got = cuda.route(on_gpu(call))
+        assert got is not None
+        for name in ("indices", "counts"):
+            assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
+        for name in ("weights", "lse", *(("prob_sums",) if call.prob_sums else ())):
+            near(getattr(got, name), getattr(want, name), 1e-5)
+    generator = torch.Generator().manual_seed(3)
+    noise = [
+        t if t is None else torch.randn(t.shape, generator=generator) for t in (want.weights, want.prob_sums, want.lse)
+    ]
+    dx = gradient.gradient(on_gpu(call), got, Gradients(*(None if t is None else t.cuda() for t in noise)))
+    assert dx is not None
+    near(dx, reference.gradient(call, want.indices, Gradients(*noise)), ERRORS.get(call.x.dtype, 1e-5))
+
+
+ERRORS = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
+"""Rounding errors of a gradient."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("experts", [60, 256, 2304])
+def test_a_gpu_takes_options_and_hard_rows(options: dict[str, Any], experts: int) -> None:
+    x = torch.cat([hard_rows(experts), logits(984, experts)])
+    if options.get("score") == "identity":
+        x = torch.where(x == -torch.inf, x, x.abs())
+    mask = torch.arange(1000) % 7 != 3
+    for k in (4, 29):
+        for one in (None, a_bias(experts)):
+            gpu_equals_cpu(a_call(x, k, 2, bias=one, mask=mask, **options))
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_more_logits_than_int32_counts() -> None:
+    tokens, experts = (1 << 24) + 5, 128
+    x = torch.empty(tokens, experts, dtype=torch.bfloat16, device="cuda")
+    x.normal_(generator=torch.Generator("cuda").manual_seed(1))
+    call = a_call(x, 8)
+    got = cuda.route(call)
+    assert got is not None
+    assert int(got.counts.sum()) == 8 * tokens
+    dx = gradient.gradient(call, got, Gradients(torch.ones_like(got.weights), None, torch.ones_like(got.lse)))
+    last = a_call(x[-100:].cpu(), 8)
+    want = reference.found_at(last, reference.choose(last))
+    assert torch.equal(got.indices[-100:].cpu(), want.indices)
+    near(got.weights[-100:], want.weights, 1e-5)
+    ones = Gradients(torch.ones_like(want.weights), None, torch.ones_like(want.lse))
+    assert dx is not None
+    near(dx[-100:], reference.gradient(last, want.indices, ones), 1e-2)
