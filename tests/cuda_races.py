@@ -36,9 +36,13 @@ from cuda_targets import (
     small_plan,
     some_values,
 )
+from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.routing.kernels import gradient
+from onlinesoftmax.routing.kernels import source as routing
+from onlinesoftmax.routing.rules import checked_rule
 from onlinesoftmax.sampling.kernels import source as sampling
 from onlinesoftmax.sampling.kernels import topk, unfiltered
 
@@ -62,6 +66,8 @@ REMOVED_BARRIERS = (
     ("sample", "exchange.cuh", "__syncthreads();"),
     ("unfiltered", "parts.cuh", "__syncthreads();"),
     ("topk", "topk.cuh", "__syncthreads();"),
+    ("route", "lanes.cuh", "else __syncwarp();"),
+    ("gradient of route", "lanes.cuh", "else __syncwarp();"),
 )
 """Kernels, and barriers that they need: the first such statement of a file."""
 
@@ -72,7 +78,7 @@ def main(folder: Path) -> None:
         sys.exit("ThreadSanitizer is not loaded; run: python -m pytest tests/kernels/test_cuda_races.py")
     # g++ must not load ThreadSanitizer.
     os.environ.pop("LD_PRELOAD", None)
-    for kernel in (*KERNELS, "reduction", "sample", "unfiltered", "topk"):
+    for kernel in (*KERNELS, "reduction", "sample", "unfiltered", "topk", "route", "gradient of route"):
         run_kernel(kernel, kernel, folder)
     text = source.text
     for kernel, file, barrier in REMOVED_BARRIERS:
@@ -99,6 +105,10 @@ def run_kernel(kernel: str, name: str, folder: Path, asks: Sequence[Ask] = ASKS)
         return sample_unfiltered(folder)
     if kernel == "topk":
         return list_largest(folder)
+    if kernel == "route":
+        return choose_experts(folder)
+    if kernel == "gradient of route":
+        return differentiate_routing(folder)
     for ask in asks:
         call(kernel, ask, folder)
     return None
@@ -169,6 +179,45 @@ def list_largest(folder: Path) -> None:
     fields = np.array([*(arrays[name].ctypes.data for name in topk.POINTERS), *numbers])
     cuda_simulator.simulate_sample(topk.Shape("float32", 2, 128, True, True, topk.FEW), fields, 1, folder, topk)
     assert arrays["indices"].tolist() == [*range(cols - 1, cols - 1 - k, -1)]
+
+
+RULE = checked_rule("route", 48, 4, "softmax", "score_first", (4, 2, "top2_sum"), True, 1.0)
+"""A rule with groups of experts."""
+
+
+def choose_experts(folder: Path) -> None:
+    """Run the kernel that routes, on several tokens of each team, of two blocks of a sequence."""
+    tokens, experts, flags = 40, RULE.experts, frozenset({"GROUPED", "SCORED_GROUPS", "COUNTS", "PROB_SUMS"})
+    shape = routing.shape_of(RULE, "float32", 4, flags, tokens, 1, KNOWN["h100"])
+    assert shape is not None
+    shape = shape._replace(threads=64)
+    arrays: dict[str, Any] = {
+        "x": np.tile(np.linspace(-3, 3, experts, dtype=np.float32), (tokens, 1)),
+        "weights": np.zeros((tokens, 4), np.float32), "indices": np.zeros((tokens, 4), np.int32),
+        "lse": np.zeros(tokens, np.float32), "counts": np.zeros(experts, np.int32),
+        "prob_sums": np.zeros(experts, np.float32), "words": np.zeros(2 * experts + 1, np.int64),
+    }  # fmt: skip
+    pointers = (arrays[name].ctypes.data if name in arrays else 0 for name in routing.POINTERS)
+    fields = np.array([*pointers, *routing.numbers_of(shape, RULE, experts, tokens, 2)])
+    cuda_simulator.simulate_sample(shape, fields, 2, folder, routing)
+    assert arrays["counts"].tolist() == [0] * (experts - 4) + [tokens] * 4
+
+
+def differentiate_routing(folder: Path) -> None:
+    """Run the kernel of the gradient of a routing, on several tokens of each team."""
+    tokens, experts = 40, RULE.experts
+    shape = gradient.shape_of(RULE, "float32", 4, frozenset({"HAS_DWEIGHTS", "HAS_DPROB_SUMS", "HAS_DLSE"}))
+    shape = shape._replace(threads=64)
+    arrays: dict[str, Any] = {
+        "x": np.zeros((tokens, experts), np.float32), "indices": np.tile(np.arange(4, dtype=np.int32), (tokens, 1)),
+        "lse": np.full(tokens, np.log(experts), np.float32), "dweights": np.ones((tokens, 4), np.float32),
+        "dprob_sums": np.ones(experts, np.float32), "dlse": np.ones(tokens, np.float32),
+        "dx": np.zeros((tokens, experts), np.float32),
+    }  # fmt: skip
+    pointers = (arrays[name].ctypes.data if name in arrays else 0 for name in gradient.POINTERS)
+    fields = np.array([*pointers, *gradient.numbers_of(RULE, experts, tokens, 2)])
+    cuda_simulator.simulate_sample(shape, fields, 2, folder, gradient)
+    assert np.allclose(arrays["dx"], 1 / experts, atol=1e-6)
 
 
 if __name__ == "__main__":
