@@ -121,7 +121,7 @@ def test_mistakes_name_the_argument() -> None:
         osj.route(torch.zeros(2, 4), 1)
     with pytest.raises(ValueError, match="bias must have one number for each expert"):
         osj.route(jnp.zeros((2, 4)), 1, bias=jnp.zeros(3))
-    with pytest.raises(RuntimeError, match="mask must be boolean"):
+    with pytest.raises(RuntimeError, match="where must be boolean"):
         osj.route(jnp.zeros((2, 4)), 1, where=jnp.zeros(2))
     with pytest.raises(TypeError, match="the input is a JAX array"):
         osm.route(jnp.zeros((2, 4)), 1)  # type: ignore[type-var]  # the mistake

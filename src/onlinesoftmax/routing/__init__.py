@@ -1,7 +1,7 @@
 """Routing of tokens to the experts of a mixture: choice, weights, counts and the sums of the losses.
 
     route                 the experts of each token
-    load_balancing_loss   smallest where all experts are used evenly
+    load_balancing_loss   teaches a router to use all experts evenly
     router_z_loss         keeps the logits small
 
 rules.py checks the numbers and the arrays; selection.py says which experts a token chooses, to the last bit of a score;
@@ -129,7 +129,7 @@ def load_balancing_loss(
     *,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> Any:
-    """The loss that is smallest, 1, where a router uses all experts evenly.
+    """The loss that teaches a router to use all experts evenly: 1 where it does.
 
     It is E * sum over the E experts of f * p: f is the part of the choices that fell on the expert, counts / (k *
     tokens), a constant; p is its mean probability, prob_sums / tokens.  If the router takes the same k experts for

@@ -105,8 +105,17 @@ class Gradients(NamedTuple):
     lse: Array | None
 
 
-def check_arrays(library: Library, logits: Any, bias: Any, mask: Any, indices: Any, k: Any) -> None:
-    """Raise an error for an array that has the wrong type, dtype, shape or place; k is checked by `checked_rule`."""
+def check_arrays(
+    library: Library, logits: Any, bias: Any, mask: Any, indices: Any, k: Any, mask_name: str = "mask"
+) -> None:
+    """Raise an error for an array that has the wrong type, dtype, shape or place.
+
+    Args:
+        library: Library of the arrays.
+        logits, bias, mask, indices: Arguments of `route`.
+        k: Its argument, which `checked_rule` checks.
+        mask_name: Name of the mask, for errors.
+    """
     caller = "route()"
     library.check_array(caller, "logits", logits)
     if type(logits).__name__ == "DTensor":
@@ -116,7 +125,11 @@ def check_arrays(library: Library, logits: Any, bias: Any, mask: Any, indices: A
     if not logits.ndim:
         raise ValueError(f"{caller}: logits must have a dimension of experts, got a number")
     rows, experts = tuple(logits.shape[:-1]), logits.shape[-1]
-    for argument, t, kind in (("bias", bias, "floating"), ("mask", mask, "boolean"), ("indices", indices, "integer")):
+    for argument, t, kind in (
+        ("bias", bias, "floating"),
+        (mask_name, mask, "boolean"),
+        ("indices", indices, "integer"),
+    ):
         if t is None:
             continue
         library.check_array(caller, argument, t, logits)
@@ -126,7 +139,7 @@ def check_arrays(library: Library, logits: Any, bias: Any, mask: Any, indices: A
     if bias is not None and tuple(bias.shape) != (experts,):
         raise ValueError(f"{caller}: bias must have one number for each expert, ({experts},), got {tuple(bias.shape)}")
     if mask is not None and not broadcasts(tuple(mask.shape), rows):
-        raise ValueError(f"{caller}: mask of shape {tuple(mask.shape)} does not broadcast to the tokens' {rows}")
+        raise ValueError(f"{caller}: {mask_name} of shape {tuple(mask.shape)} does not broadcast to the tokens' {rows}")
     if indices is not None and tuple(indices.shape) != (*rows, k):
         raise ValueError(f"{caller}: indices must have shape {(*rows, k)}, got {tuple(indices.shape)}")
 

@@ -64,7 +64,7 @@ def route(
 def load_balancing_loss(
     routed: Routed, kind: Literal["switch", "sequence"] = "switch", *, axis_name: AxisName = None
 ) -> jax.Array:
-    """The loss that is smallest, 1, where a router uses all experts evenly: `onlinesoftmax.load_balancing_loss`.
+    """The loss that teaches a router to use all experts evenly: `onlinesoftmax.load_balancing_loss` for JAX.
 
     Args:
         routed: Result of `route` with `prob_sums=True`.
@@ -87,7 +87,7 @@ def load_balancing_loss(
 
 
 def router_z_loss(routed: Routed, *, axis_name: AxisName = None) -> jax.Array:
-    """The mean of lse^2 over the tokens: `onlinesoftmax.router_z_loss`.
+    """The mean of lse^2 over the tokens: `onlinesoftmax.router_z_loss` for JAX.
 
     Args:
         routed: Result of `route`.

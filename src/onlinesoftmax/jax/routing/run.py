@@ -88,7 +88,7 @@ def checked_logits(logits: Any) -> Array:
 
 def checked_operands(x: Array, bias: Any, where: Any, indices: Any, rule: Rule) -> Values:
     """The arrays beside the logits by name: bias (E,) with the dtype of scores, mask and indices in whole shapes."""
-    check_arrays(_JAX, x, bias, where, indices, rule.k)
+    check_arrays(_JAX, x, bias, where, indices, rule.k, "where")
     found: Values = {}
     if bias is not None:
         found["bias"] = jax.lax.stop_gradient(jnp.asarray(bias)).astype(_wide_of(x))
