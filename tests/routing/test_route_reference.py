@@ -180,3 +180,20 @@ def test_the_gradient_is_that_of_automatic_differentiation(score: str, order: st
         fresh = reference.found_at(call, indices)
         (wanted,) = torch.autograd.grad(getattr(fresh, name), x, getattr(given, name))
         torch.testing.assert_close(reference.gradient(call, indices, alone), wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sequences", [1, 2, 10])
+@pytest.mark.parametrize("most", [3, 8, 16])
+def test_parts_of_the_tokens_give_the_same(sequences: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = torch.Generator().manual_seed(2)
+    x, mask = torch.randn(40, 6, generator=rng, dtype=torch.float64), torch.rand(40, generator=rng) > 0.2
+    call = call_of(x, 2, mask=mask, sequences=sequences)
+    whole = reference.found_at(call, reference.choose(call))
+    shapes = (40, 2), (sequences, 6), (40,)
+    given = Gradients(*[torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes])
+    monkeypatch.setattr(reference, "CHUNK", most * 6)
+    for ours, wanted in zip(reference.found_of(call)[:5], whole[:5], strict=True):
+        assert ours.dtype == wanted.dtype
+        torch.testing.assert_close(ours, wanted, rtol=1e-14, atol=1e-14)
+    ours = reference.gradient_of(call, whole.indices, given)
+    torch.testing.assert_close(ours, reference.gradient(call, whole.indices, given), rtol=1e-14, atol=1e-14)

@@ -7,11 +7,13 @@ and each sequence has the same number.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 
 from ..core.arrays import namespace
 from ..sampling.order import largest
+from ..sampling.topk import CHUNK
 from ..torch.formulas import accumulator_of
 from . import formulas, selection
 from .results import Routed
@@ -68,6 +70,50 @@ def found_at(call: Call, indices: Tensor) -> Routed:
     if call.counts:
         counts = counts_of(call, indices)
     return Routed(found.weights, indices, counts, sums, found.lse.squeeze(1))
+
+
+def found_of(call: Call) -> Routed:
+    """The results of a call without a gradient; on a CPU of a few tokens at a time, which stay in its caches."""
+    parts = [found_at(part, choose(part)) for part in _parts_of(call)]
+    if len(parts) == 1:
+        return parts[0]
+    joined: list[Any] = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]
+    weights, indices, counts, sums, lse, _ = joined
+    of_sequences = (call.sequences, -1, call.rule.experts)
+    counts = None if counts is None else counts.reshape(of_sequences).sum(1, dtype=torch.int32)
+    sums = None if sums is None else sums.reshape(of_sequences).sum(1)
+    return Routed(weights, indices, counts, sums, lse)
+
+
+def gradient_of(call: Call, indices: Tensor, given: Gradients) -> Tensor:
+    """`gradient`, on a CPU of a few tokens at a time."""
+    parts, first = [], 0
+    for part in _parts_of(call):
+        rows, number = slice(first, first + len(part.x)), first // max(call.tokens, 1)
+        sums = None if given.prob_sums is None else given.prob_sums[number : number + part.sequences]
+        weights, lse = (None if t is None else t[rows] for t in (given.weights, given.lse))
+        parts.append(gradient(part, indices[rows], Gradients(weights, sums, lse)))
+        first = rows.stop
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _parts_of(call: Call) -> list[Call]:
+    """The calls on some tokens each: several sequences, or a part of one."""
+    most, count, tokens = max(CHUNK // call.rule.experts, 1), len(call.x), call.tokens
+    if not call.x.is_cpu or count <= most:
+        return [call]
+    whole = most // tokens * tokens
+    # Each sequence has as many parts as another.
+    starts = (
+        range(0, count, whole) if whole else [s + i for s in range(0, count, tokens) for i in range(0, tokens, most)]
+    )
+    parts = []
+    for first, end in zip(starts, [*starts[1:], count], strict=True):
+        rows, sequences = slice(first, end), max((end - first) // tokens, 1)
+        x, mask, indices = (None if t is None else t[rows] for t in (call.x, call.mask, call.indices))
+        size = (end - first) // sequences
+        parts.append(Call(x, call.bias, mask, indices, call.rule, sequences, size, call.counts, call.prob_sums))
+    return parts
 
 
 def counts_of(call: Call, indices: Tensor) -> Tensor:

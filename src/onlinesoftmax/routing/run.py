@@ -53,13 +53,13 @@ def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> R
 def found_of(call: Call) -> Routed:
     """The results of a call on flat rows, without a gradient and without `dense`."""
     found = _by_kernel(call)
-    return reference.found_at(call, reference.choose(call)) if found is None else found
+    return reference.found_of(call) if found is None else found
 
 
 def gradient_of(call: Call, found: Routed, given: Gradients) -> Tensor:
     """The gradient of the logits, (T, experts) in their dtype; `found` holds weights, indices and lse of the call."""
     dx = _gradient_by_kernel(call, found, given)
-    return reference.gradient(call, found.indices, given) if dx is None else dx
+    return reference.gradient_of(call, found.indices, given) if dx is None else dx
 
 
 def _by_kernel(call: Call) -> Routed | None:
