@@ -94,7 +94,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("ask", CALLS, ids=str)
-@pytest.mark.parametrize(("cols", "lanes", "depth", "dtype"), [(7, 1, 2, "float64"), (37, 4, 1, "bfloat16")])
+@pytest.mark.parametrize(("cols", "lanes", "depth", "dtype"), [(7, 1, 2, "float32"), (37, 4, 1, "bfloat16")])
 def test_formulas(ask: Ask, cols: int, lanes: int, depth: int, dtype: str, folder: Path) -> None:
     task = a_task(ask, 41, cols, dtype)
     request = Request(task, packed_plan(41, cols, lanes, depth))
@@ -109,7 +109,7 @@ def test_every_short_unaligned_row_is_packed(operation: str, dtype: str) -> None
     for cols, rows in itertools.product(range(1, MOST_COLS + 30), (1, 1000, 1 << 20)):
         problem = Problem(operation, rows, cols, dtype)
         found = packed(problem, H200)
-        assert bool(found) == (cols * problem.itemsize % 16 != 0 and cols <= MOST_COLS)
+        assert bool(found) == (cols * problem.itemsize % 16 != 0 and cols <= MOST_COLS and dtype != "float64")
         for one in found:
             held, owned = one.block // one.lanes, one.rows_per_program
             assert (held - 1) * one.lanes < cols <= held * one.lanes
@@ -124,6 +124,8 @@ def test_every_short_unaligned_row_is_packed(operation: str, dtype: str) -> None
     ({"given": ("mask",)}, "a bias, a mask, or logits beside the input are read for each element"),
     ({"given": ("bias",), "bias_bytes": 2}, "a bias, a mask, or logits beside the input are read for each element"),
     ({"sharded": True}, "other GPUs have columns of the rows"),
+    ({"dtype": "float64"}, "float64 is loaded by instructions that read global memory alone"),
+    ({"out_dtype": "float64"}, "float64 is loaded by instructions that read global memory alone"),
 ])  # fmt: skip
 def test_a_plan_says_why_short_rows_are_not_packed(change: dict[str, Any], reason: str) -> None:
     chosen = plan(replace(Problem("softmax", 4096, 33, "bfloat16"), **change), H200, Choice("cuda", "row"))
@@ -144,7 +146,7 @@ def test_rows_are_packed_where_no_tensor_has_gaps() -> None:
 
 
 COMPILED = [
-    ("softmax", "bfloat16", 3), ("softmax", "float32", 199), ("softmax_backward", "float64", 63),
+    ("softmax", "bfloat16", 3), ("softmax", "float32", 199), ("softmax_backward", "float32", 63),
     ("softmax_backward", "bfloat16", 97), ("logsumexp", "float16", 50),
 ]  # fmt: skip
 

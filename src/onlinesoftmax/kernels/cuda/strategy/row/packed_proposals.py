@@ -38,6 +38,9 @@ def not_packed(problem: Problem) -> str | None:
         return "there are gaps between the rows"
     if problem.sharded:
         return "other GPUs have columns of the rows"
+    out = BYTES[problem.out_dtype or problem.dtype]
+    if 8 in (problem.itemsize, out, problem.bias_bytes, problem.logit_bytes):
+        return "float64 is loaded by instructions that read global memory alone"
     if problem.bias_bytes or problem.logit_bytes or problem.masked:
         return "a bias, a mask, or logits beside the input are read for each element"
     return None
