@@ -11,11 +11,12 @@ from ..core.task import ITEMSIZE
 from ..linear.plans import FUNCTIONS
 from ..ops import OPERATIONS
 from ..planner.facts import lacks_memory, plan_facts
+from ..routing.rules import SCORES
 from . import output
 from .bench_steps import split_names
 
 if TYPE_CHECKING:
-    from ..explanation import Explanation, HeadExplanation, SampleExplanation
+    from ..explanation import Explanation, HeadExplanation, RouteExplanation, SampleExplanation
     from ..kernels.report import Kernel
 
 
@@ -29,7 +30,7 @@ def explain(
         "softmax",
         "--op",
         "--operation",
-        help=f"The operation: {', '.join(OPERATIONS)}; with --classes a head: {', '.join(FUNCTIONS)}; or sample.",
+        help=f"The operation: {', '.join(OPERATIONS)}; with --classes a head: {', '.join(FUNCTIONS)}; sample; route.",
     ),
     classes: int | None = typer.Option(None, min=1, help="Classes of a head, the rows of its weight."),
     memory: str | None = typer.Option(None, help="Most bytes of a head's logits and sums, as 600MB or 1.5GiB."),
@@ -42,6 +43,11 @@ def explain(
     top_p: float | None = typer.Option(None, help="Of sample: part of the probability to keep."),
     min_p: float | None = typer.Option(None, help="Of sample: smallest probability to keep, as a part of the largest."),
     top_logprobs: int = typer.Option(0, help="Of sample: number of the largest log-probabilities to return."),
+    k: int | None = typer.Option(None, "--k", min=1, help="Of route: number of experts of a token."),
+    score: str = typer.Option("softmax", help=f"Of route: {', '.join(SCORES)}."),
+    groups: int | None = typer.Option(None, min=1, help="Of route: number of groups of experts."),
+    group_k: int | None = typer.Option(None, min=1, help="Of route: number of groups that a token chooses from."),
+    prob_sums: bool = typer.Option(False, "--prob-sums", help="Of route: add up probabilities for a loss."),
     outputs: str = typer.Option("", help="The outputs that a call asks for: loss,y for losses with their gradient."),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
     scale: float = typer.Option(1.0, help="Scale of the logits."),
@@ -78,6 +84,7 @@ def explain(
       onlinesoftmax explain 8192x128256 --op cross_entropy --outputs loss,y --device h200
       onlinesoftmax explain 8192x4096 --op linear_cross_entropy --classes 128256 --memory 600MB --device h200
       onlinesoftmax explain 64x128256 --op sample --top-k 50 --top-p 0.9 --device h200
+      onlinesoftmax explain 65536x256 --op route --k 8 --score sigmoid --groups 8 --group-k 4 --device h200
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     asked = {"cuda": cuda, "ttir": ttir, "ptx": ptx, "sass": sass}
     listings = [name for name, wanted in asked.items() if wanted]
@@ -90,12 +97,13 @@ def explain(
     explanation = _explain(
         shape, options, head, dim=dim, operation=op, dtype=dtype, fully_masked=fully_masked, device=device,
         batch_invariant=batch_invariant, framework=framework, backend=backend, strategy=strategy, top_k=top_k,
-        top_p=top_p, min_p=min_p, top_logprobs=top_logprobs,
+        top_p=top_p, min_p=min_p, top_logprobs=top_logprobs, k=k, score=score, groups=groups, group_k=group_k,
+        prob_sums=prob_sums,
         outputs=split_names(outputs) or None,
     )  # fmt: skip
-    from ..explanation import HeadExplanation, SampleExplanation
+    from ..explanation import HeadExplanation, RouteExplanation, SampleExplanation
 
-    if isinstance(explanation, HeadExplanation | SampleExplanation):
+    if isinstance(explanation, HeadExplanation | RouteExplanation | SampleExplanation):
         if listings:
             output.fail(f"--{listings[0]}: name an operation of the planner: {op} has no such listing")
         _print_function(explanation, as_json)
@@ -119,7 +127,7 @@ def explain(
 
 def _explain(
     shape: str, options: dict[str, Any], head: dict[str, Any], **asked: Any
-) -> Explanation | HeadExplanation | SampleExplanation:
+) -> Explanation | HeadExplanation | RouteExplanation | SampleExplanation:
     from ..explanation import explain as explain_shape
     from ..kernels.registry import missing
     from ..lab.names import parse_bytes, parse_shape
@@ -145,7 +153,7 @@ def _explain(
             raise
 
 
-def _print_function(explanation: HeadExplanation | SampleExplanation, as_json: bool) -> None:
+def _print_function(explanation: HeadExplanation | RouteExplanation | SampleExplanation, as_json: bool) -> None:
     """The explanation of a function that is no operation of the planner."""
     if as_json:
         output.print_json(explanation.as_dict())

@@ -18,10 +18,11 @@ from ..ops import OPERATIONS
 from ..torch import device as torch_device
 from ..torch.device import from_torch, here
 from .heads import HeadExplanation, adds_in_place, checked_memory, described_head, explain_head, wanted_gradients
+from .routing import ROUTE, RouteExplanation, explain_route
 from .rows import Explanation, Shape, check_taken, described, explain_task, framework_of, task_in_jax, torch_task
 from .sampling import SAMPLE, SampleExplanation, described_sample, explain_sample
 
-__all__ = ["Explanation", "HeadExplanation", "SampleExplanation", "explain"]
+__all__ = ["Explanation", "HeadExplanation", "RouteExplanation", "SampleExplanation", "explain"]
 
 
 @overload
@@ -48,6 +49,14 @@ def explain(
     min_p: Any = None, top_logprobs: int = 0, mask: Any = None, bias: Any = None, softcap: float | None = None,
     device: str | None = None,
 ) -> SampleExplanation: ...  # fmt: skip
+
+
+@overload
+def explain(
+    x: Any, *, operation: Literal["route"], k: int, dtype: Any = None, score: str = "softmax",
+    order: str = "score_first", bias: Any = None, groups: int | None = None, group_k: int | None = None,
+    group_score: str | int = "top2_sum", renormalize: bool = True, prob_sums: bool = False, device: str | None = None,
+) -> RouteExplanation: ...  # fmt: skip
 
 
 def explain(
@@ -79,7 +88,15 @@ def explain(
     top_p: Any = None,
     min_p: Any = None,
     top_logprobs: int = 0,
-) -> Explanation | HeadExplanation | SampleExplanation:
+    k: int | None = None,
+    score: str = "softmax",
+    order: str = "score_first",
+    groups: int | None = None,
+    group_k: int | None = None,
+    group_score: str | int = "top2_sum",
+    renormalize: bool = True,
+    prob_sums: bool = False,
+) -> Explanation | HeadExplanation | SampleExplanation | RouteExplanation:
     """The plan that a call would run, and why.
 
     Args:
@@ -88,7 +105,7 @@ def explain(
         dim: The softmax dimension.
         operation: Name of a function, as "softmax"; or with "_backward", its gradient, which takes the options of the
             function.  Or name of a function with a head, as "linear_cross_entropy", of an input (..., hidden); or
-            "sample".
+            "sample" or "route".
         dtype: Dtype, or its name, for a shape ("float32" by default); that of the tensor otherwise.
         outputs: Names of the outputs that the kernel writes, where it is not the result alone: ("loss", "y") for the
             losses with their gradient, ("mean_loss", "y") for their mean with its gradient.
@@ -104,10 +121,12 @@ def explain(
         gradients: Of a head: names of the tensors whose gradients are wanted, "input", "linear_weight" and
             "linear_bias".  By default those that require one, and all that are shapes.
         top_k, top_p, min_p, top_logprobs: Of `sample`: as in the function.
+        k, score, order, groups, group_k, group_score, renormalize, prob_sums: Of `route`: as in the function.
         whole_rows: Of a head: True for a call with label smoothing, class weights, class probabilities or statistics.
 
     Returns:
-        An `Explanation`; for a function with a head, a `HeadExplanation`; for `sample`, a `SampleExplanation`.
+        An `Explanation`; for a function with a head, a `HeadExplanation`; for `sample`, a `SampleExplanation`; for
+        `route`, a `RouteExplanation`.
 
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
@@ -140,8 +159,19 @@ def explain(
         "linear_weight": linear_weight, "linear_bias": linear_bias, "reduction": reduction, "gradients": gradients,
         "whole_rows": whole_rows, "memory": memory, "acc_dtype": acc_dtype,
     }  # fmt: skip
+    of_gates = {
+        "k": k, "score": score, "order": order, "groups": groups, "group_k": group_k, "group_score": group_score,
+        "renormalize": renormalize, "prob_sums": prob_sums,
+    }  # fmt: skip
+    scaled = not (is_number(scale) and scale == 1)
+    if operation == ROUTE:
+        filters["top_logprobs"] = top_logprobs != 0
+        others = {"dim": dim != -1, "scale": scaled, "softcap": softcap, "mask": mask, **filters}
+        _check_not_given(ROUTE, x, framework, **of_rows, **of_heads, **others)
+        machine = known(device) if device is not None else _this_device(x)
+        return explain_route(x, dtype, bias, of_gates, machine, device is not None)
+    _check_not_given(operation, None, None, **{name: of_gates[name] != value for name, value in NO_GATE.items()})
     if operation == SAMPLE:
-        scaled = not (is_number(scale) and scale == 1)
         _check_not_given(SAMPLE, x, framework, **of_rows, **of_heads, scale=scaled)
         problem = described_sample(x, dim, dtype, filters, {"softcap": softcap, "bias": bias, "mask": mask})
         return explain_sample(problem, known(device) if device is not None else _this_device(x), device is not None)
@@ -156,7 +186,8 @@ def explain(
         asked = {"wanted": wanted, "each": reduction == "none", "whole_rows": whole_rows, "in_place": in_place}
         return explain_head(head, asked, checked_memory(memory), options, machine, device is not None)
     if not isinstance(operation, str) or operation not in OPERATIONS:
-        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join((*OPERATIONS, *FUNCTIONS, SAMPLE))}")
+        names = (*OPERATIONS, *FUNCTIONS, SAMPLE, ROUTE)
+        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join(names)}")
     _check_not_given(operation, None, None, **of_heads)
     in_jax = framework_of(x, framework) == "jax"
     shape, like = described(x, dtype)
@@ -175,6 +206,13 @@ def explain(
     own = options.of(declaration.options)
     task = torch_task(declaration, shape, axis, like, own, batch_invariant, written or declaration.always)
     return explain_task(task, torch_device.planner_for(machine, choice, device is not None), choice)
+
+
+NO_GATE: dict[str, Any] = {
+    "k": None, "score": "softmax", "order": "score_first", "groups": None, "group_k": None, "group_score": "top2_sum",
+    "renormalize": True, "prob_sums": False,
+}  # fmt: skip
+"""The arguments of `route` where they are not given."""
 
 
 def _check_not_given(operation: str, x: Any, framework: str | None, **given: Any) -> None:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from ...core.device import Device
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded, words_of_stream
 from ...sampling.kernels.choice import refusal
@@ -21,14 +22,37 @@ Tensor = torch.Tensor
 
 def route(call: Call) -> Routed | None:
     """The results of a call on a GPU; None if no kernel takes it."""
-    x, rule = adjacent(call.x), call.rule
+    x = adjacent(call.x)
     index = x.get_device()
-    if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) >= 1 << 31:
-        return None  # tokens are counted in 31 bits
-    if call.prob_sums and rule.score is Score.IDENTITY:
-        return None  # these sums have no bound, so whole numbers cannot stand for them
-    run = _run_of(rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
+    if refused(call, from_torch("cuda", index)):
+        return None
+    run = _run_of(call.rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
     return None if run is None else run(x, call.bias, call.mask, call.indices)
+
+
+def refused(call: Call, device: Device) -> str | None:
+    """Why no kernel takes a call, in one sentence; None if one may, where the device has enough shared memory.
+
+    Args:
+        call: The call; its tensors may be without data.
+        device: Where the kernel is to run.
+    """
+    if reason := refusal(dtype_of(call.x), len(call.x), True, device):
+        return reason
+    if len(call.x) >= 1 << 31:
+        return "a kernel counts tokens in 31 bits"
+    if call.prob_sums and call.rule.score is Score.IDENTITY:
+        return "the sums of logits have no bound, so that whole numbers cannot stand for them"
+    return None
+
+
+def kernel_of(call: Call, device: Device) -> Shape | str:
+    """The kernel of a call; or, in one sentence, why none takes it.  Arguments as of `refused`."""
+    if reason := refused(call, device):
+        return reason
+    x = adjacent(call.x)
+    found = shape_of(call.rule, dtype_of(x), width_of(x), flags_of(call), call.tokens, call.sequences, device)
+    return found or f"the blocks of {device.name} have too little shared memory"
 
 
 def adjacent(x: Tensor) -> Tensor:

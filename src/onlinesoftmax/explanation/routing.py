@@ -1,0 +1,194 @@
+"""The way that a call of `route` would take (routing/), and why not another."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ..core.device import Device
+from ..core.task import ITEMSIZE
+from ..core.units import duration, size
+from ..kernels import registry
+from ..routing.rules import Rule, checked_rule
+from .rows import described, sizes_of
+from .sampling import EAGER, OtherWay
+
+ROUTE = "route"
+
+KERNEL = "route.cuh"
+"""Name of the kernel: its file in routing/kernels."""
+
+
+class Gate(NamedTuple):
+    """The part of a call that its way depends on.
+
+    Attributes:
+        sequences, tokens: Number of sequences, and of the tokens of each.
+        dtype: Name of the dtype of the logits.
+        rule: How experts are chosen and weighted.
+        bias: True where a bias is given.
+        prob_sums: True where the sums of probabilities are wanted.
+    """
+
+    sequences: int
+    tokens: int
+    dtype: str
+    rule: Rule
+    bias: bool
+    prob_sums: bool
+
+
+class RouteKernel(NamedTuple):
+    """The kernel of a call.
+
+    Attributes:
+        lanes: Threads that share a token.
+        threads: Threads of a block.
+        blocks: Blocks of a sequence.
+        reason: One sentence: why it takes the call.
+    """
+
+    lanes: int
+    threads: int
+    blocks: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class RouteExplanation:
+    """The result of `explain` for `route`; `str()` of it is a text to read.
+
+    Attributes:
+        problem: What the way depends on.
+        device: The device that was planned for.
+        kernel: The kernel that takes the call; None where PyTorch's operations do.
+        reason: One sentence: why the call takes this way.
+        others: The other way, with the reason.
+    """
+
+    problem: Gate
+    device: Device
+    kernel: RouteKernel | None
+    reason: str
+    others: tuple[OtherWay, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The fewest bytes that any way moves: the logits once, and what is returned."""
+        q = self.problem
+        wide, tokens = 8 if q.dtype == "float64" else 4, q.sequences * q.tokens
+        of_experts = q.sequences * q.rule.experts * (4 + (wide if q.prob_sums else 0))
+        return self._read + tokens * (q.rule.k * (wide + 4) + wide) + of_experts
+
+    @property
+    def floor_us(self) -> float:
+        """Microseconds of these bytes at the bandwidth of the device."""
+        return self.bytes / (self.device.bandwidth * 1e3)
+
+    @property
+    def name(self) -> str:
+        """Name of the kernel, or EAGER."""
+        return KERNEL if self.kernel else EAGER
+
+    @property
+    def asked(self) -> str:
+        """The call in one line."""
+        q, rule = self.problem, self.problem.rule
+        given = [f"k={rule.k}", f"score={rule.score.value}", *(["order=topk_first"] if rule.topk_first else [])]
+        given += [f"groups={rule.groups}", f"group_k={rule.group_k}"] if rule.groups > 1 else []
+        given += [name for name in ("bias", "prob_sums") if getattr(q, name)]
+        return (
+            f"{ROUTE} of {q.sequences * q.tokens} x {rule.experts} {q.dtype}: {', '.join(given)}, on {self.device.name}"
+        )
+
+    @property
+    def _read(self) -> int:
+        q = self.problem
+        return q.sequences * q.tokens * q.rule.experts * ITEMSIZE[q.dtype]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and values, in reading order."""
+        found = [("way", f"{self.name}: {self.reason}")]
+        if self.kernel:
+            blocks = f"{self.problem.sequences} x {self.kernel.blocks} blocks of {self.kernel.threads} threads"
+            found.append(("launch", f"{blocks}, {self.kernel.lanes} for a token"))
+        return [
+            *found,
+            ("bytes", f"{size(self.bytes)}: the logits once, and {size(self.bytes - self._read)} of results"),
+            ("floor", f"{duration(self.floor_us)} at {self.device.bandwidth:.0f} GB/s"),
+        ]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, for JSON."""
+        rule = self.problem.rule._asdict() | {"score": self.problem.rule.score.value}
+        return {
+            "function": ROUTE,
+            "problem": self.problem._asdict() | {"rule": rule},
+            "device": asdict(self.device),
+            "way": self.name,
+            "kernel": self.kernel and self.kernel._asdict(),
+            "reason": self.reason,
+            "bytes": self.bytes,
+            "floor_us": self.floor_us,
+            "others": [other._asdict() for other in self.others],
+        }
+
+    def __repr__(self) -> str:
+        return f"<RouteExplanation {self.asked}: {self.name}>"
+
+    def __str__(self) -> str:
+        lines = [self.asked, *(f"  {name:<8}{value}" for name, value in self.facts())]
+        return "\n".join([*lines, *(f"  not {other.name}: {other.why_not}" for other in self.others)])
+
+
+def explain_route(
+    x: Any, dtype: Any, bias: Any, asked: dict[str, Any], device: Device, named: bool
+) -> RouteExplanation:
+    """The way of a call, and why not another; the checks are those of the function.
+
+    Args:
+        x: Logits: a tensor or a shape.
+        dtype: Dtype of a shape.
+        bias: As in the function, or a shape.
+        asked: k, score, order, groups, group_k, group_score, renormalize and prob_sums, as in the function.
+        device: The device.
+        named: True for a device that this machine need not have.
+    """
+    with registry.needing("torch", "routing"):
+        import torch
+
+        from ..routing import arguments
+
+    shape, like = described(x, dtype)
+    if torch.is_tensor(x):
+        logits = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    else:
+        logits = torch.empty(shape, dtype=getattr(torch, like.dtype), device="meta")
+    if isinstance(bias, tuple | list):
+        bias = torch.empty(sizes_of("bias", bias))
+    groups = asked["groups"], asked["group_k"], asked["group_score"]
+    rest = asked["k"], asked["score"], asked["order"], groups, asked["renormalize"], 1.0
+    rule = checked_rule(f"{ROUTE}()", shape[-1], *rest)
+    bias = bias.to("meta") if torch.is_tensor(bias) else bias
+    call = arguments.checked_call(logits, bias, None, None, rule, True, asked["prob_sums"])
+    problem = Gate(call.sequences, call.tokens, like.dtype, rule, bias is not None, asked["prob_sums"])
+    found = _kernel(call, device, named)
+    if isinstance(found, str):
+        return RouteExplanation(problem, device, None, "no kernel takes the call", (OtherWay("a kernel", found),))
+    return RouteExplanation(problem, device, found, found.reason, (OtherWay(EAGER, "a kernel takes the call"),))
+
+
+def _kernel(call: Any, device: Device, named: bool) -> RouteKernel | str:
+    """The kernel of a call; or, in one sentence, why none takes it."""
+    if device.kind != "cuda":
+        return f"{device.name} is no NVIDIA GPU"
+    if not named and (reason := registry.unavailable("cuda")):
+        return reason
+    # It imports CUDA's launches.
+    from ..routing.kernels import cuda, source
+
+    shape = cuda.kernel_of(call, device)
+    if isinstance(shape, str):
+        return shape
+    blocks = source.parts_of(shape, call.tokens, call.sequences, device)
+    return RouteKernel(shape.team, shape.threads, blocks, "one read of the logits, which stay in registers")
