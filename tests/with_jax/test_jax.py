@@ -54,8 +54,7 @@ WHERE = {"all": None, "some": booleans(2, (3, 1, 5))}
     [(name, axis, list(WHERE)[(i + j) % 2]) for i, name in enumerate(NAMES) for j, axis in enumerate(AXES)], ids=str,
 )  # fmt: skip
 def test_values_are_those_of_jax(name: str, axis: Any, where: str) -> None:
-    ours, theirs = pair(name, axis, WHERE[where])
-    assert_close(ours(numbers(0)), theirs(numbers(0)))
+    assert_close(*both(*pair(name, axis, WHERE[where]), numbers(0)))
 
 
 @pytest.mark.parametrize(("axis", "where"), [(-1, "all"), (-1, "some"), ((0, 2), "some")], ids=str)
@@ -124,15 +123,16 @@ def test_what_is_fused_is_what_is_written_out(name: str, given: str) -> None:
         number = lambda *a: loss(lambda x: f(x, *a[1:]))(a[0])  # noqa: E731  one use
         return lambda *a: (jax.grad(number, (0, 1, 2))(*a), jax.jacfwd(number, (0, 1, 2))(*a))
 
-    assert_close(*both(ours, theirs, x, scale, bias))
-    assert_all_close(both(derivatives(ours), derivatives(theirs), x, scale, bias), 1e-4)
-    scales, biases = jnp.stack([scale, 3 * scale]), jnp.stack([bias, 2 * bias])
-
-    def in_batches(x: Any) -> Any:
+    def in_batches(x: Any, scale: Any, bias: Any) -> Any:
+        scales, biases = jnp.stack([scale, 3 * scale]), jnp.stack([bias, 2 * bias])
         return jax.vmap(ours, (None, None, 0))(x, scale, biases)[1], jax.vmap(ours, (None, 0, None))(x, scales, bias)[1]
 
-    one_by_one = lambda x: (ours(x, scale, 2 * bias), ours(x, 3 * scale, bias))  # noqa: E731  one use
-    assert_all_close(both(in_batches, one_by_one, x))
+    one_by_one = lambda x, scale, bias: (theirs(x, scale, 2 * bias), theirs(x, 3 * scale, bias))  # noqa: E731  one use
+    of_ours = lambda *a: (ours(*a), in_batches(*a), derivatives(ours)(*a))  # noqa: E731  one use
+    of_theirs = lambda *a: (theirs(*a), one_by_one(*a), derivatives(theirs)(*a))  # noqa: E731  one use
+    (*values, derived), (*expected, derivative) = both(of_ours, of_theirs, x, scale, bias)
+    assert_all_close((values, expected))
+    assert_all_close((derived, derivative), 1e-4)
     if given == "scale":
         # A number is compiled in, and multiplied by in the gradient's kernel.
         fixed = partial(getattr(osj, name), axis=1, scale=-0.7)
@@ -145,9 +145,10 @@ def test_a_scale_for_each_row_of_several_axes(name: str, axis: Any, shape: tuple
     x, scale = numbers(0), jnp.linspace(-1, 2, math.prod(shape)).reshape(shape)
     ours = lambda x, scale: getattr(osj, name)(x, axis=axis, scale=scale)  # noqa: E731  one use
     theirs = lambda x, scale: getattr(jax.nn, name)(x * scale, axis=axis)  # noqa: E731  one use
-    gradients = (jax.grad(lambda x, s, f=f: loss(lambda x: f(x, s))(x), (0, 1)) for f in (ours, theirs))
-    assert_close(*both(ours, theirs, x, scale))
-    assert_all_close(both(*gradients, x, scale), 1e-4)
+    of = lambda f: lambda x, s: (f(x, s), jax.grad(lambda x, s: loss(lambda x: f(x, s))(x), (0, 1))(x, s))  # noqa: E731  two uses
+    (y, dx), (expected, derivative) = both(of(ours), of(theirs), x, scale)
+    assert_close(y, expected)
+    assert_all_close((dx, derivative), 1e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "uint16", "int8", "float8_e5m2"])
@@ -241,14 +242,18 @@ def test_the_gradient_of_a_logsumexp_of_only_minus_infinity(options: dict[str, A
     def function(x: jax.Array, fully_masked: str) -> jax.Array:
         return osj.logsumexp(x, -1, fully_masked=fully_masked, **options, **how)
 
-    for fully_masked, gradient in (("zero", 0.0), ("nan", jnp.nan)):
-        y, vjp = jax.vjp(lambda x: function(x, fully_masked), x)  # noqa: B023  called at once
-        assert y[0] == -jnp.inf
-        (dx,) = vjp(jnp.ones(3))
-        np.testing.assert_array_equal(dx[0], jnp.full(4, gradient))
-        np.testing.assert_allclose(dx[1], jax.grad(lambda x: function(x, "nan")[1])(x)[1], rtol=1e-6)
-        assert jnp.isnan(dx[2]).all()
-    change = jax.jvp(lambda x: function(x, "zero"), (x,), (jnp.ones_like(x),))[1]
+    def results(x: jax.Array) -> Any:
+        with_gradients = [jax.vjp(partial(function, fully_masked=each), x) for each in ("zero", "nan")]
+        change = jax.jvp(partial(function, fully_masked="zero"), (x,), (jnp.ones_like(x),))[1]
+        alone = jax.grad(lambda x: function(x, "nan")[1])(x)[1]
+        return [(y, *vjp(jnp.ones(3))) for y, vjp in with_gradients], change, alone
+
+    with_gradients, change, alone = map(partial(jax.tree.map, np.asarray), jax.jit(results)(x))
+    for (y, dx), gradient in zip(with_gradients, (0.0, np.nan), strict=True):
+        assert y[0] == -np.inf
+        np.testing.assert_array_equal(dx[0], np.full(4, gradient))
+        np.testing.assert_allclose(dx[1], alone, rtol=1e-6)
+        assert np.isnan(dx[2]).all()
     assert change[0] == 0
     for more in ({"b": jnp.ones(4)}, {"return_sign": True}):
         with pytest.raises(ValueError, match="fully_masked='zero'"):
