@@ -15,6 +15,7 @@ from sparsemax.declare import BACKWARD, FORWARD
 # The primitives are made when the module is imported.
 with also_declared(FORWARD, BACKWARD):
     import jax
+    import fast_xla
     from jax.test_util import check_grads
     from onlinesoftmax import explain
     from onlinesoftmax.core.call import Call, Settings
@@ -23,6 +24,7 @@ with also_declared(FORWARD, BACKWARD):
     from onlinesoftmax.jax.run import result
     from onlinesoftmax.numpy.run import run
 
+    fast_xla.share_context()
     jax.config.update("jax_enable_x64", True)
     x = np.random.default_rng(0).standard_normal((9, 3))
     where = np.ones((9, 1), bool)
