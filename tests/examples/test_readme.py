@@ -34,15 +34,15 @@ QUICK = ("doctor", "apply")
 """Commands that the test runs as shown.  For other commands, it checks that --help lists every option used."""
 
 
-def run(*arguments: str, folder: Path) -> str:
-    """Run a fresh interpreter, which must succeed, and return its standard output."""
+def run(code: str, folder: Path) -> str:
+    """Run code in a fresh interpreter, which must succeed, and return its standard output."""
     # The README describes ordinary use, without Triton's interpreter.
     env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     env |= {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
     result = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, encoding="utf-8", check=False
+        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, encoding="utf-8", check=False
     )
-    assert result.returncode == 0, f"{arguments}\n{result.stdout}\n{result.stderr}"
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     return result.stdout
 
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if language == "python":
             script.append(f"{text}\nprint({mark!r})\n")
             shown.append(output if following == "text" else "")
-    printed = run("-c", "\n".join(script), folder=folder).split(f"{mark}\n")[:-1]
+    printed = run("\n".join(script), folder).split(f"{mark}\n")[:-1]
     assert printed == shown
     return folder
 
@@ -65,13 +65,14 @@ def test_python_prints_the_output_shown(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_exist_with_their_options(command: str, request: pytest.FixtureRequest) -> None:
+def test_commands_exist_with_their_options(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
     _, name, *arguments = shlex.split(command, comments=True)
-    if name in QUICK:
-        run("-m", "onlinesoftmax", name, *arguments, folder=request.getfixturevalue("folder"))
-        return
-    shown = typer.testing.CliRunner().invoke(build(), [name, "--help"], env={"COLUMNS": "200"})
+    words = [name, *(arguments if name in QUICK else ["--help"])]
+    shown = typer.testing.CliRunner().invoke(build(), words, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output
+    if name in QUICK:
+        return
     for option in (argument.partition("=")[0] for argument in arguments if argument.startswith("--")):
         assert re.search(rf"(?<![\w-]){option}(?![\w-])", shown.output), f"{name} has no option {option}"
 
