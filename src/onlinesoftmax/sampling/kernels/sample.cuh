@@ -2,8 +2,8 @@
 //
 // One block:  owns `slice` adjacent tokens of a row; CLUSTER blocks own a row.
 // Chosen:     where a filter or the largest log-probabilities are wanted.
-// Bytes:      one read of the logits from memory.  A row without top_k is read again from the L2, and once more for raw
-//             log-probabilities, or where the rivals do not suffice.
+// Bytes:      one read of the logits from memory.  A row without top_k is read again, from the L2 or, if HELD, from shared
+//             memory, and once more for raw log-probabilities, or where the rivals do not suffice.
 // Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^23 - 1 tokens (masses.py).
 //
 // What is kept is what distribution.py keeps, bit for bit: masses are whole numbers, and every float32 operation behind
