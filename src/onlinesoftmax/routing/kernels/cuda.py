@@ -15,7 +15,7 @@ from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
 from ..rules import Call, Rule, Score
-from .source import NAME, NUMBERS, POINTERS, Shape, dynamic_bytes, numbers_of, parts_of, shape_of, source
+from .source import MOST_TOKENS, NAME, NUMBERS, POINTERS, Shape, dynamic_bytes, numbers_of, parts_of, shape_of, source
 
 Tensor = torch.Tensor
 
@@ -39,8 +39,8 @@ def refused(call: Call, device: Device) -> str | None:
     """
     if reason := refusal(dtype_of(call.x), len(call.x), True, device):
         return reason
-    if len(call.x) >= 1 << 31:
-        return "a kernel counts tokens in 31 bits"
+    if len(call.x) > MOST_TOKENS:
+        return f"a kernel counts tokens up to {MOST_TOKENS}"
     if call.prob_sums and call.rule.score is Score.IDENTITY:
         return "the sums of logits have no bound, so that whole numbers cannot stand for them"
     return None

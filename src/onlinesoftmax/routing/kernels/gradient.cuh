@@ -1,6 +1,6 @@
 // The gradient of the logits, of those of weights, sums of probabilities and logsumexp.
 //
-// One block:  owns every parts-th batch of TEAMS tokens of a sequence.
+// One block:  its warps take turns with those of the other blocks of a sequence: AT_ONCE tokens at a time.
 // Chosen:     for the gradient of route.
 // Bytes:      the gradient written once; the logits read once if the gradient of all experts needs them (ROW).
 // Limits:     those of route.cuh.
@@ -93,9 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_gradient_k
     const bool whole = has_whole_chunks(experts);
 #pragma unroll
     for (int i = 0; i < (HAS_DWEIGHTS ? ITEMS : 0); ++i) spread[expert_of(i)] = 0;
-    const int tokens = int(p.tokens), step = int(p.parts) * TEAMS;
-    for (int first = part * TEAMS; first < tokens; first += step) {
-        const int place = first + team;
+    const int tokens = int(p.tokens), step = token_step(int(p.parts));
+    for (int first = first_token(part, int(p.parts)); first < tokens; first += step) {
+        const int place = first + token_of_team();
         const int64 token = sequence * tokens + min(place, tokens - 1);
         const X* const row = p.x + token * p.stride;
         const int* const indices = p.indices + token * K;

@@ -17,7 +17,7 @@ from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
 from ..rules import Call, Gradients, Rule, Score
 from .cuda import adjacent, dtype_of, width_of
-from .source import MOST_ITEMS, SHARED, THREADS, bits_of, constants_of_weights, team_of
+from .source import MOST_ITEMS, MOST_TOKENS, SHARED, THREADS, bits_of, constants_of_weights, team_of
 
 Tensor = torch.Tensor
 
@@ -77,12 +77,12 @@ def shape_of(rule: Rule, dtype: str, width: int, flags: frozenset[str]) -> Shape
         dtype, width, flags: As in Shape.
     """
     # A thread holds the gradient of the probabilities too, or computes slopes.
-    most, resident = (MOST_ITEMS, 4) if "HAS_DPROB_SUMS" not in flags else (MOST_ITEMS // 2, 4)
-    if rule.score is not Score.SOFTMAX:
-        resident = 3
+    plain, sums = rule.score is Score.SOFTMAX, "HAS_DPROB_SUMS" in flags
+    most = MOST_ITEMS if not sums else MOST_ITEMS * 3 // 4 if plain else MOST_ITEMS // 2
     team, chunks = team_of(rule.experts, width, most)
+    heavy = not plain or (sums and chunks * width > MOST_ITEMS // 2)
     threads = THREADS if team <= 32 else team
-    resident = max(resident * THREADS // threads, 1)
+    resident = max((3 if heavy else 4) * THREADS // threads, 1)
     return Shape(dtype, rule.k, width, team, chunks, threads, resident, rule.score, rule.renormalize, flags)
 
 
@@ -116,7 +116,7 @@ def gradient(call: Call, found: Routed, given: Gradients) -> Tensor | None:
     """The gradient of the logits of a call on a GPU, as reference.gradient; None if no kernel takes it."""
     x = adjacent(call.x)
     index = x.get_device()
-    if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) >= 1 << 31:
+    if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) > MOST_TOKENS:
         return None
     given = Gradients(*(None if t is None else t.contiguous() for t in given))
     width = width_of(x)

@@ -6,6 +6,17 @@
 constexpr int ITEMS = CHUNKS * WIDTH, TEAMS = THREADS / TEAM, WARPS = THREADS / 32, LANES = TEAM < 32 ? TEAM : 32;
 static_assert(ITEMS <= 32 && THREADS % TEAM == 0 && (TEAM <= 32 || TEAMS == 1));
 
+// Tokens that a warp, or a team that is the block, takes at a time, and how many of those the block has.
+constexpr int AT_ONCE = TEAM < 32 ? 32 / TEAM : 1, UNITS = TEAM > 32 ? 1 : WARPS;
+
+// The first token of a warp of part `part` of a sequence; the warps of all blocks take turns, and each takes every
+// step-th one.  So all multiprocessors have tokens until the end.
+__device__ inline int first_token(int part, int parts) {
+    return ((TEAM > 32 ? 0 : int(threadIdx.x) / 32) * parts + part) * AT_ONCE;
+}
+__device__ inline int token_step(int parts) { return UNITS * parts * AT_ONCE; }
+__device__ inline int token_of_team() { return TEAM > 32 ? 0 : int(threadIdx.x) % 32 / TEAM; }
+
 // The expert of a lane's item i: that of its first item, and a constant distance from there on.
 __device__ inline int first_expert() { return int(threadIdx.x) % TEAM * WIDTH; }
 __device__ constexpr int distance_of(int i) { return i / WIDTH * TEAM * WIDTH + i % WIDTH; }
@@ -17,13 +28,13 @@ __device__ inline unsigned own_items(int experts) { return (~0u >> (32 - ITEMS))
 
 // Loads the lane's part of a row; items behind its end become `rest`.
 template <class T> __device__ inline void load_row(float (&z)[ITEMS], const T* row, int experts, float rest) {
-    constexpr int AT_ONCE = WIDTH * sizeof(T) <= 16 ? WIDTH : 16 / sizeof(T);
+    constexpr int UNIT = WIDTH * sizeof(T) <= 16 ? WIDTH : 16 / sizeof(T);
     Chunk<T, WIDTH> chunks[CHUNKS];
     const bool whole = has_whole_chunks(experts);
     const T* const own = row + first_expert();   // constant distances from one address
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (c < CHUNKS - 1 || whole) load<AT_ONCE, CachePolicy::NORMAL>(chunks[c], own + distance_of(c * WIDTH), 1);
+        if (c < CHUNKS - 1 || whole) load<UNIT, CachePolicy::NORMAL>(chunks[c], own + distance_of(c * WIDTH), 1);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         z[i] = i < ITEMS - WIDTH || whole ? wide(chunks[i / WIDTH], i % WIDTH) : rest;

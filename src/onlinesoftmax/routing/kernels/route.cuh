@@ -1,6 +1,6 @@
 // Chooses the experts of each token: indices, weights and logsumexp; counts and sums of probabilities of the experts.
 //
-// One block:  owns every parts-th batch of TEAMS tokens of a sequence.
+// One block:  its warps take turns with those of the other blocks of a sequence: AT_ONCE tokens at a time.
 // Chosen:     for route.
 // Bytes:      one read of the logits; 8 * k + 4 bytes written for a token.
 // Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts.
@@ -156,19 +156,19 @@ __device__ inline void write_sums(
         if (threadIdx.x == 0) put_word(&words[items], 0);
         return;
     }
-    constexpr int AT_ONCE = 4;   // words that a thread adds to before it waits for the first one
+    constexpr int WORDS = 4;   // that a thread adds to before it waits for the first one
 #pragma unroll 1
-    for (int first = threadIdx.x; first < items; first += AT_ONCE * THREADS) {
-        uint64 all[AT_ONCE];
+    for (int first = threadIdx.x; first < items; first += WORDS * THREADS) {
+        uint64 all[WORDS];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < WORDS; ++i) {
             const int item = first + i * THREADS;
             if (item >= items) break;
             const uint64 own = word_of_item(item) + BLOCK;
             all[i] = add_and_look(&words[item], own) + own;
         }
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i) {
+        for (int i = 0; i < WORDS; ++i) {
             const int item = first + i * THREADS;
             // The block that is the last one to add to a word.
             if (item >= items || all[i] / BLOCK != p.parts) continue;
@@ -197,9 +197,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
     if (COUNTS)
         for (int expert = threadIdx.x; expert < experts; expert += THREADS) counts[expert] = 0;
     __syncthreads();
-    const int tokens = int(p.tokens), step = int(p.parts) * TEAMS;
-    for (int first = part * TEAMS; first < tokens; first += step) {
-        const int place = first + team;
+    const int tokens = int(p.tokens), step = token_step(int(p.parts));
+    for (int first = first_token(part, int(p.parts)); first < tokens; first += step) {
+        const int place = first + token_of_team();
         const int64 token = sequence * tokens + min(place, tokens - 1);
         const bool inside = place < tokens;
         const X* const row = p.x + token * p.stride;

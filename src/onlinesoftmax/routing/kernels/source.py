@@ -48,12 +48,15 @@ THREADS = 256
 MANY_THREADS = 768
 """Threads of a multiprocessor that registers suffice for, and of the blocks of many tokens.
 
-With blocks of 256, three times as many of them add counts to the same words, which takes 4 microseconds more for
-65536 x 256 on an H100.
+Large blocks are few, and add counts to the same words: 256 blocks took 6 microseconds for it at 4096 x 256 on an H100.
 """
 
 MOST_PARTS = 1023
 """Most blocks of a sequence: 10 bits of a word count them (route.cuh)."""
+
+
+MOST_TOKENS = 1 << 30
+"""Most tokens: the numbers of tokens behind the last one are below 2^31 too."""
 
 
 class Shape(NamedTuple):
@@ -126,8 +129,9 @@ def shape_of(
         heads = 0
     most = 1 << (experts - 1).bit_length()
     capacity = min(max(16, 1 << (2 * k - 1).bit_length()), max(most, 2))
-    # With more registers, a thread holds the sums of probabilities too.
-    many = MANY_THREADS if "PROB_SUMS" not in flags else MANY_THREADS * 2 // 3
+    # A thread needs more registers if it holds sums of probabilities too, or ranks many keys.
+    heavy = "PROB_SUMS" in flags or 3 * k > 8 * team
+    many = MANY_THREADS * 2 // 3 if heavy else MANY_THREADS
     # Few tokens are spread over more multiprocessors.
     few = sequences * tokens * team <= device.multiprocessors * THREADS
     threads = team if team > 32 else THREADS if few else many
