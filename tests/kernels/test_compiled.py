@@ -139,6 +139,18 @@ def test_why_the_cuda_backend_is_not_there(monkeypatch: pytest.MonkeyPatch) -> N
     assert cuda.unavailable() == "NVRTC cannot be loaded (no libnvrtc): pip install 'onlinesoftmax[cuda]'"
 
 
+@pytest.mark.parametrize("backend", ["cuda", "triton"])
+def test_a_gpu_of_amd_has_no_kernels(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch for ROCm says that CUDA is available."""
+    torch = pytest.importorskip("torch")
+    triton = pytest.importorskip("triton")
+    pytest.importorskip("cuda.core")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    assert str(registry.load(backend).unavailable()).startswith("no NVIDIA GPU")
+
+
 def test_a_backend_without_a_module_of_kernels_is_named() -> None:
     with pytest.raises(ValueError, match="unknown backend 'opencl'; backends: cuda, triton, eager"):
         registry.load("opencl")

@@ -70,6 +70,13 @@ def strategy_module(operation: Operation, backend: str, strategy: str) -> Module
         return own or importlib.import_module(f"{__package__}.{backend}.{strategy}")
 
 
+def has_nvidia_gpu() -> bool:
+    """True where PyTorch sees a GPU of NVIDIA.  In PyTorch for ROCm, a GPU of AMD has the device type "cuda" too."""
+    import torch
+
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
 @cache
 def unavailable(name: str) -> str | None:
     """Why this backend cannot be used on this machine, in one sentence; None when it can."""

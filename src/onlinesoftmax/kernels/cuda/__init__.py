@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ..registry import module_missing
+from ..registry import has_nvidia_gpu, module_missing
 
 if TYPE_CHECKING:
     # The planner imports the proposals of the strategies from this package, and a request has a plan.
@@ -36,9 +36,7 @@ def unavailable() -> str | None:
     """The reason why these kernels cannot run on this machine; None when they can."""
     if reason := module_missing("torch", "cuda") or module_missing(COMPILER, "cuda"):
         return reason
-    import torch
-
-    if not torch.cuda.is_available():
+    if not has_nvidia_gpu():
         return "no NVIDIA GPU"
     return _why_not_compiled()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.device import KNOWN, Device
-from ..registry import module_missing, strategy_module
+from ..registry import has_nvidia_gpu, module_missing, strategy_module
 from ..report import Kernel
 from ..request import Request
 
@@ -18,9 +18,7 @@ def unavailable() -> str | None:
     """The reason why these kernels cannot run on this machine; None where they can."""
     if reason := _not_installed():
         return reason
-    import torch
-
-    if not torch.cuda.is_available() and not interpreted():
+    if not has_nvidia_gpu() and not interpreted():
         return "no NVIDIA GPU; Triton's interpreter runs the kernels on a CPU when TRITON_INTERPRET=1 is set"
     return None
 
