@@ -37,10 +37,10 @@ __device__ inline float exact_score(float x, const Of& token) {
     return sqrt(__fadd_rn(x < 0 ? 0 : x, __fmul_rn(2 * u, log)));
 }
 
-// The key of an expert, by which it is chosen: the larger one first.  The bias is not read without HAS_BIAS.
-__device__ inline float choice_of(float x, const float* bias, int expert, const Of& token) {
+// The key of an expert, by which it is chosen: the larger one first.
+__device__ inline float choice_of(float x, float bias, const Of& token) {
     if (!HAS_BIAS) return x;
-    return x == -INF ? -INF : __fadd_rn(exact_score(x, token), bias[expert]);
+    return x == -INF ? -INF : __fadd_rn(exact_score(x, token), bias);
 }
 
 // The number that an expert adds to the score of its group.

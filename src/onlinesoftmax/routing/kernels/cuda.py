@@ -27,7 +27,10 @@ def route(call: Call) -> Routed | None:
     if refused(call, from_torch("cuda", index)):
         return None
     run = _run_of(call.rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
-    return None if run is None else run(x, call.bias, call.mask, call.indices)
+    bias = call.bias
+    if bias is not None and bias.data_ptr() % 16:
+        bias = bias.clone()  # as many numbers are loaded at once as logits
+    return None if run is None else run(x, bias, call.mask, call.indices)
 
 
 def refused(call: Call, device: Device) -> str | None:

@@ -82,7 +82,8 @@ template <class Load> __device__ inline float spread_chosen(
     return total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_gradient_kernel(const __grid_constant__ RouteGradient p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+route_gradient_kernel(const __grid_constant__ RouteGradient p) {
     extern __shared__ uint64 memory[];
     __shared__ unsigned of_warps[2][WARPS];
     Board board{of_warps, 0};

@@ -24,7 +24,9 @@ __device__ inline int expert_of(int i) { return first_expert() + distance_of(i);
 
 // A bit for each item of the lane that is an expert: only the last chunk may lie behind the row's end.
 __device__ inline bool has_whole_chunks(int experts) { return expert_of(ITEMS - WIDTH) < experts; }
-__device__ inline unsigned own_items(int experts) { return (~0u >> (32 - ITEMS)) >> (has_whole_chunks(experts) ? 0 : WIDTH); }
+__device__ inline unsigned own_items(int experts) {
+    return (~0u >> (32 - ITEMS)) >> (has_whole_chunks(experts) ? 0 : WIDTH);
+}
 
 // Loads the lane's part of a row; items behind its end become `rest`.
 template <class T> __device__ inline void load_row(float (&z)[ITEMS], const T* row, int experts, float rest) {

@@ -5,13 +5,13 @@
 // Bytes:      one read of the logits; 8 * k + 4 bytes written for a token.
 // Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts.
 //
-// The blocks of a sequence add counts, and probabilities in units of a power of two, to words as whole numbers, so their
-// order does not matter.
+// The blocks of a sequence add counts, and probabilities in units of a power of two, to words as whole numbers, so
+// their order does not matter.
 
 // Writes the results of a token that is `inside` its sequence, and counts its experts.  Returns true if it is valid.
 __device__ inline bool write_token(
-    const Route& p, int64 token, bool inside, bool valid, const X* row, const uint64* keys, float m, float lse, int* counts,
-    Board& board
+    const Route& p, int64 token, bool inside, bool valid, const X* row, const uint64* keys, float m, float lse,
+    int* counts, Board& board
 ) {
     const float scale = __uint_as_float(unsigned(p.scale_bits));
     const auto load = [&](int j) {
@@ -211,8 +211,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
             const Of of = of_token(z, items, board);
             if (HAS_BIAS || GROUPED) {
                 float keys[ITEMS];
+                if (HAS_BIAS) load_row(keys, p.bias, experts, 0.0f);
 #pragma unroll
-                for (int i = 0; i < ITEMS; ++i) keys[i] = items >> i & 1 ? choice_of(z[i], p.bias, expert_of(i), of) : -INF;
+                for (int i = 0; i < ITEMS; ++i)
+                    keys[i] = items >> i & 1 ? choice_of(z[i], HAS_BIAS ? keys[i] : 0, of) : -INF;
                 unsigned left = items;
                 if (GROUPED) {
                     left = items_of_groups(p, z, keys, items, of, own);

@@ -25,12 +25,17 @@ struct TeamMemory {
 
 // Keys of the list: the word of a choice, then the inverted expert.  They are below 2^63.
 constexpr int EXPERT_BITS = 13;
-__device__ inline uint64 list_key(unsigned word, int expert) { return uint64(word) << EXPERT_BITS | unsigned(8191 - expert); }
-__device__ inline int expert_of_key(uint64 key) { return 8191 - int(unsigned(key) & 8191); }
+constexpr unsigned LAST_EXPERT = (1 << EXPERT_BITS) - 1;
+__device__ inline uint64 list_key(unsigned word, int expert) {
+    return uint64(word) << EXPERT_BITS | (LAST_EXPERT - expert);
+}
+__device__ inline int expert_of_key(uint64 key) { return int(LAST_EXPERT - (unsigned(key) & LAST_EXPERT)); }
 __device__ inline unsigned word_of_key(uint64 key) { return unsigned(key >> EXPERT_BITS); }
 
 // rank + (a > own), for keys of the list, in three instructions.
-__device__ inline unsigned add_above(unsigned rank, uint64 a, uint64 own) { return rank + (unsigned((own - a) >> 32) >> 31); }
+__device__ inline unsigned add_above(unsigned rank, uint64 a, uint64 own) {
+    return rank + (unsigned((own - a) >> 32) >> 31);
+}
 
 // mask * 2 + (x < t), for t > -inf; a NaN is not below t.  The difference of two float32 numbers has the right sign, 0
 // apart: -0 - 0 is -0.
@@ -148,6 +153,38 @@ __device__ inline unsigned items_by_bits(float (&keys)[ITEMS], unsigned items, B
     return hits & items;
 }
 
+// The sum of the one or two largest values of a group; -inf does not count beside a number, and NaN is the largest.
+__device__ inline float sum_of_two(const float* values, int size, int64 top) {
+    float first = -INF, second = -INF;
+    bool has_nan = false;
+#pragma unroll 4
+    for (int i = 0; i < size; ++i) {
+        const float x = values[i];
+        second = fmax(second, fmin(first, x)), first = fmax(first, x), has_nan |= x != x;
+    }
+    if (has_nan) return NOT_A_NUMBER;
+    return top == 1 || second == -INF ? first : __fadd_rn(first, second);
+}
+
+// The same of any number of values: each pass finds the next one.
+__device__ inline float sum_of_top(const float* values, int size, int64 top) {
+    float sum = 0;
+    uint64 before = 0;
+#pragma unroll 1
+    for (int j = 0; j < top; ++j) {
+        uint64 best = 0;
+#pragma unroll 4
+        for (int i = 0; i < size; ++i) {
+            const uint64 key = uint64(word_of_choice(values[i])) << 32 | unsigned(~i);
+            if (key > best && (j == 0 || key < before)) best = key;
+        }
+        const float value = values[~unsigned(best)];
+        before = best;
+        sum = j == 0 ? value : __fadd_rn(sum, value == -INF ? 0 : value);
+    }
+    return sum;
+}
+
 // Leaves the items of the groups of experts with the largest scores.
 __device__ inline unsigned items_of_groups(
     const Route& p, const float (&z)[ITEMS], const float (&keys)[ITEMS], unsigned items, const Of& token,
@@ -161,21 +198,8 @@ __device__ inline unsigned items_of_groups(
 #pragma unroll 1
     for (int group = lane; group < groups; group += TEAM) {
         const float* const values = memory.values + group * size;
-        float sum = 0;
-        uint64 before = 0;
-#pragma unroll 1
-        for (int j = 0; j < p.group_top; ++j) {
-            uint64 best = 0;
-#pragma unroll 4
-            for (int i = 0; i < size; ++i) {
-                const uint64 key = uint64(word_of_choice(values[i])) << 32 | unsigned(~i);
-                if (key > best && (j == 0 || key < before)) best = key;
-            }
-            const float value = values[~unsigned(best)];
-            before = best;
-            sum = j == 0 ? value : __fadd_rn(sum, value == -INF ? 0 : value);
-        }
-        memory.scores[group] = sum;
+        const int64 top = p.group_top;
+        memory.scores[group] = top <= 2 ? sum_of_two(values, size, top) : sum_of_top(values, size, top);
     }
     sync_team();
 #pragma unroll 1
@@ -193,7 +217,10 @@ __device__ inline unsigned items_of_groups(
     sync_team();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
-        if (items >> i & 1 && !memory.values[int(expert_of(i) * uint64(p.group_inverse) >> 32) * size]) items &= ~(1u << i);
+        if (items >> i & 1) {
+            const int group = int(expert_of(i) * uint64(p.group_inverse) >> 32);   // expert / size
+            if (!memory.values[group * size]) items &= ~(1u << i);
+        }
     sync_team();
     return items;
 }
@@ -209,7 +236,8 @@ __device__ inline const uint64* sort_list(const TeamMemory& memory, int count) {
             uint64 own[EACH];
             unsigned rank[EACH];
 #pragma unroll
-            for (int i = 0; i < EACH; ++i) own[i] = first + i * TEAM < count ? memory.list[first + i * TEAM] : 0, rank[i] = 0;
+            for (int i = 0; i < EACH; ++i)
+                own[i] = first + i * TEAM < count ? memory.list[first + i * TEAM] : 0, rank[i] = 0;
 #pragma unroll 1
             for (int j = 0; j < count; j += 2) {
                 const uint64 a = memory.list[j], b = memory.list[j + 1];
@@ -243,8 +271,8 @@ __device__ inline const uint64* sort_list(const TeamMemory& memory, int count) {
 
 // The K chosen experts of a token, as keys of the list.
 //
-// keys: those of the lane's items, and -inf for experts that cannot be chosen; `largest` becomes the largest one of them
-// if the list is short.
+// keys: those of the lane's items, and -inf for experts that cannot be chosen; `largest` becomes the largest one of
+// them if the list is short.
 __device__ inline const uint64* choose(
     const Route& p, const X* row, float (&keys)[ITEMS], unsigned items, const Of& token, const TeamMemory& memory,
     Board& board, float& largest
@@ -265,7 +293,7 @@ __device__ inline const uint64* choose(
 #pragma unroll 1
     for (int j = lane; j < count; j += TEAM) {
         const int expert = int(memory.list[j]);
-        const float key = choice_of(wide(row[expert]), p.bias, expert, token);
+        const float key = choice_of(wide(row[expert]), HAS_BIAS ? p.bias[expert] : 0, token);
         memory.list[j] = list_key(word_of_choice(key), expert);
     }
     if (SHORT && lane == 0) memory.list[count] = 0;   // keys are read in pairs
