@@ -19,7 +19,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import ITEMSIZE, Choice, Flags, Task, task_of
 from onlinesoftmax.core.view import View, contiguous_view
 from onlinesoftmax.kernels.cuda import compile, source
-from onlinesoftmax.kernels.cuda.strategy.row.packed_proposals import MOST_COLS, PACKED, packed
+from onlinesoftmax.kernels.cuda.strategy.row.packed_proposals import MOST_COLS, MOST_COLS_BESIDE, PACKED, packed
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan, plan, priced
@@ -120,9 +120,7 @@ def test_every_short_unaligned_row_is_packed(operation: str, dtype: str) -> None
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    ({"packed": False}, "there are gaps between the rows"),
-    ({"given": ("mask",)}, "a bias, a mask, or logits beside the input are read for each element"),
-    ({"given": ("bias",), "bias_bytes": 2}, "a bias, a mask, or logits beside the input are read for each element"),
+    ({"packed": False}, "a tensor has gaps between its rows, or the call is batch-invariant"),
     ({"sharded": True}, "other GPUs have columns of the rows"),
     ({"dtype": "float64"}, "float64 is loaded by instructions that read global memory alone"),
     ({"out_dtype": "float64"}, "float64 is loaded by instructions that read global memory alone"),
@@ -134,8 +132,11 @@ def test_a_plan_says_why_short_rows_are_not_packed(change: dict[str, Any], reaso
 
 
 def test_rows_are_packed_where_no_tensor_has_gaps() -> None:
-    def is_packed(x: tuple[int, ...], y: tuple[int, ...], shape: tuple[int, ...] = (4, 6, 5)) -> bool:
+    def is_packed(
+        x: tuple[int, ...], y: tuple[int, ...], shape: tuple[int, ...] = (4, 6, 5), **more: tuple[int, ...]
+    ) -> bool:
         tensors = {"x": View(x, "float32", aligned=False), "y": View(y, "float32")}
+        tensors |= {name: View(strides, "float32") for name, strides in more.items()}
         return Problem.of(task_of(OPERATIONS["softmax"], ("y",), shape, len(shape) - 1, tensors)).packed
 
     assert is_packed((30, 5, 1), (30, 5, 1))
@@ -143,6 +144,13 @@ def test_rows_are_packed_where_no_tensor_has_gaps() -> None:
     assert not is_packed((30, 5, 1), (36, 6, 1))
     assert not is_packed((5, 20, 1), (30, 5, 1)), "the rows of y have another order"
     assert not is_packed((60, 10, 2), (30, 5, 1))
+    dense = (30, 5, 1)
+    assert is_packed(dense, dense, bias=dense, mask=(0, 0, 1)), "one row for all"
+    assert not is_packed(dense, dense, mask=(0, 5, 1)), "one row for several"
+    assert not is_packed(dense, dense, bias=(5, 1, 0)), "one value for a row"
+    assert not is_packed(dense, dense, logits=(36, 6, 1))
+    # The results of a batch-invariant call may have gaps, or columns apart, for some batches alone.
+    assert not Problem.of(softmax_task(4, 5, "float32", "float32"), batch_invariant=True).packed
 
 
 COMPILED = [
@@ -163,3 +171,17 @@ def test_every_proposal_compiles_without_spills(operation: str, dtype: str, cols
         used = compile.usage(log)
         assert not used["spills"], (proposal.variant, used)
         assert used["shared_memory"] <= 48 << 10
+
+
+def test_a_bias_and_a_mask_fit_beside_wide_results() -> None:
+    pytest.importorskip("cuda.core", reason="cuda.core is not installed")
+    shape = (1 << 20, MOST_COLS_BESIDE - 1)
+    beside = {"bias": View((0, 1), "float32"), "mask": View((shape[1], 1), "bool")}
+    tensors = {"x": contiguous_view(shape, "bfloat16"), **beside}
+    task = task_of(OPERATIONS["softmax"], ("y",), shape, 1, tensors, Flags(wide=True), "float32")
+    problem = Problem.of(task)
+    [proposal] = packed(problem, H200)
+    _, log, _ = compile.build(source.source(Request(task, priced(proposal, problem, H200))), "sm_90")
+    used = compile.usage(log)
+    assert not used["spills"]
+    assert used["shared_memory"] <= 48 << 10

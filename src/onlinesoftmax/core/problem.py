@@ -40,7 +40,8 @@ class Problem(WithFacts):
             can be split into head, body and tail with an aligned body in every tensor; False for calls that are
             batch-invariant.
         same_dtype: True where every tensor that is read element by element has the dtype of x and adjacent columns.
-        packed: True where the rows of x, dy and the element output lie one after another without gaps (`Task.packed`).
+        packed: True where the rows of every tensor lie one after another, without gaps (`Task.packed`); False for
+            calls that are batch-invariant.
         sharded: True where the columns are a part of longer rows (`Task.part`).
         given: Names of the tensors that are read, and that not every call reads; NUMBERS too, if
             score options are given and none of them is a tensor.
@@ -89,7 +90,7 @@ class Problem(WithFacts):
         Args:
             task: The task.
             batch_invariant: True where a row's bits must not depend on the rows beside it.  An unaligned row is then
-                not split: the order of its sum would depend on where it begins.
+                neither split nor packed: the order of its sum would depend on where it and its result begin.
         """
         tensors, dtypes, operation, aligned = task.tensors, task.dtypes, task.operation, task.tensors_aligned
         sizes = {name: BYTES[dtype] for name, dtype in dtypes.items()}
@@ -105,7 +106,7 @@ class Problem(WithFacts):
             same_dtype=all(
                 tensors[name].col == 1 and dtypes[name] == dtypes["x"] for name in operation.element_operands
             ),
-            packed=task.packed, sharded=task.part is not None,
+            packed=task.packed and not batch_invariant, sharded=task.part is not None,
             given=tuple(given),
             bias_bytes=sizes.get("bias", 0), logit_bytes=sizes.get("logits", 0),
             all_bytes=sum(_elements(task, name) * size for name, size in sizes.items() if name not in task.outputs),

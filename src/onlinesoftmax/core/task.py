@@ -27,6 +27,10 @@ BYTES = {**ITEMSIZE, **INTEGER_BYTES, "bool": 1}
 """Bytes of an element of each dtype that an operand may have."""
 
 
+BESIDE = (*(option.name for option in SCORE_OPTIONS.values() if option.kind == "element"), "logits")
+"""Names of the tensors with a value per element that a call may read beside its operands."""
+
+
 class Choice(NamedTuple):
     """The parts of the plan that the caller forces.
 
@@ -233,11 +237,19 @@ class Task(WithFacts, Flags):
 
     @cached_property
     def packed(self) -> bool:
-        """True where the rows of x, dy and the element output lie one after another in memory, without gaps."""
+        """True where the rows of x, dy and the element output lie one after another in memory, without gaps.
+
+        So must those of every other tensor that has a value per element, unless it has one row that all rows share.
+        """
         steps = [self.cols * math.prod(self.sizes[:i]) for i in range(len(self.sizes))]
-        return all(
-            view.col == 1 and all(size == 1 or a == b for size, a, b in zip(self.sizes, view.outer, steps, strict=True))
-            for view in (self.tensors["x"], *self._moved_with_x)
+
+        def has_gaps(view: View) -> bool:
+            return any(size > 1 and a != b for size, a, b in zip(self.sizes, view.outer, steps, strict=True))
+
+        moved, beside = [self.tensors["x"], *self._moved_with_x], [self.tensors.get(name) for name in BESIDE]
+        others = [view for view in beside if view is not None and any(view.outer)]
+        return all(view.col == 1 for view in (*moved, *filter(None, beside))) and not any(
+            map(has_gaps, [*moved, *others])
         )
 
     @cached_property

@@ -59,8 +59,9 @@ def _reasons(plan: Plan, problem: Problem, device: Device) -> list[str]:
         found.append("reads twice" if plan.reads == 2 else f"reads {plan.reads} times")
     if plan.launches > 1:
         found.append(f"{plan.launches} launches")
-    # Unaligned rows that are split into head, body and tail (plan.vector) load 16 bytes as aligned rows do.
-    if problem.contiguous and plan.vector == 1 and problem.aligned_bytes < 16:
+    # Unaligned rows that are split into head, body and tail (plan.vector) load 16 bytes as aligned rows do.  So do the
+    # kernels that a strategy has beside its first one.
+    if problem.contiguous and plan.vector == 1 and not plan.kernel and problem.aligned_bytes < 16:
         found.append(f"narrow loads ({problem.aligned_bytes} bytes)")
     if 0 < plan.programs < device.multiprocessors:
         found.append(f"{plan.programs} programs on {device.multiprocessors} multiprocessors")

@@ -4,7 +4,7 @@
 //             LANES threads take a row from there, lane i the columns i, i + LANES, ...; results go back the same way.
 // Chosen:     for short rows whose bytes are no multiple of 16.
 // Bytes:      one read, one write.
-// Limits:     CHUNKS x LANES columns; rows without gaps; no operand per element beside x and dy but class weights.
+// Limits:     CHUNKS x LANES columns; in each tensor, rows without gaps, or one row that all rows share.
 
 constexpr int WARPS = THREADS / 32, GROUPS_OF_WARP = 32 / LANES, ROWS = WARPS * GROUPS_OF_WARP * ROWS_AT_ONCE;
 
@@ -66,10 +66,32 @@ template <class T> struct Stretch {
     }
 };
 
+// The rows of a block in shared memory: the place of the first, and elements from a row to the next, which is 0 if all rows
+// of the tensor are one.
+template <class T> struct SharedRows {
+    T* first;
+    int step;
+    __device__ inline T* row(int i) const { return first + i * step; }
+};
+
+// Begins to copy the rows of a tensor to shared memory.
+template <class T> __device__ inline SharedRows<T> share_rows(
+    uint4* memory, const T* begin, const Place& place, int64 offset, int rows, int cols) {
+    const bool is_one_row = place.strides[0] == 0;
+    return {Stretch<T>::load(memory, is_one_row ? begin : begin + offset, is_one_row ? cols : rows * cols),
+            is_one_row ? 0 : cols};
+}
+
+// DO(NAME, name) for every tensor that is read element by element beside x, without the weights of classes: every block
+// reads the same, so they come from L1.
+#define READ_BESIDE_X(DO) DO(DY, dy) DO(BIAS, bias) DO(MASK, mask) DO(LOGITS, logits)
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_kernel(const __grid_constant__ Params p) {
     static_assert(VECTOR == 1 && LANES <= 32 && !SHARDED && !HAS_REST, "whole rows, of which a lane has single columns");
     __shared__ uint4 x_memory[Stretch<X>::WORDS];
-    __shared__ uint4 dy_memory[HAS_DY ? Stretch<DY>::WORDS : 1];
+#define MEMORY(NAME, name) __shared__ uint4 name##_memory[HAS_##NAME ? Stretch<NAME>::WORDS : 1];
+    READ_BESIDE_X(MEMORY)
+#undef MEMORY
     __shared__ uint4 y_memory[HAS_Y && !OVERWRITES ? Stretch<Y>::WORDS : 1];
     if (scalar_loss::only_counts(p)) return;
     const int64 begin = int64(scalar_loss::block_of_rows(p)) * ROWS;
@@ -78,8 +100,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_kernel(co
     const int cols = LANES > 1 ? int(p.cols) : CHUNKS;
     const int64 offset = begin * cols;
     X* const x = Stretch<X>::load(x_memory, p.x + offset, rows * cols);
-    DY* dy = nullptr;
-    if constexpr (HAS_DY) dy = Stretch<DY>::load(dy_memory, p.dy + offset, rows * cols);
+#define SHARE(NAME, name) \
+    SharedRows<NAME> name{}; \
+    if constexpr (HAS_##NAME) name = share_rows(name##_memory, p.name, p.name##_place, offset, rows, cols);
+    READ_BESIDE_X(SHARE)
+#undef SHARE
     commit();
     Y* y = reinterpret_cast<Y*>(x);
     if constexpr (HAS_Y && !OVERWRITES) y = reinterpret_cast<Y*>(y_memory) + Stretch<Y>::past_boundary(p.y + offset);
@@ -97,7 +122,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_kernel(co
         row[d] = row_at(p, begin + i);
         operands[d] = row_operands(p, begin + i);
         row[d].begin.x = x + i * cols;
-        if constexpr (HAS_DY) row[d].begin.dy = dy + i * cols;
+#define BEGIN(NAME, name) if constexpr (HAS_##NAME) row[d].begin.name = name.row(i);
+        READ_BESIDE_X(BEGIN)
+#undef BEGIN
         if constexpr (HAS_Y) row[d].begin.y = y + i * cols;
     }
     wait_groups(0);
