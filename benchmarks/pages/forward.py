@@ -9,7 +9,20 @@ from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.report.charts import NAMES
 
-from .markdown import ABSENT, SHORT, microseconds, shape, share, source, spread, strategy, table, together
+from .markdown import (
+    ABSENT,
+    NOTHING,
+    SHORT,
+    microseconds,
+    shape,
+    share,
+    sizes,
+    source,
+    spread,
+    strategy,
+    table,
+    together,
+)
 from .records import Records, ours, result_of
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -89,6 +102,43 @@ def lengths_text(records: Records) -> str:
         f"{len(set(cols))} other lengths from {min(cols)} to {max(cols)} columns, most of them unaligned, "
         f"reach these shares of the copy. {'. '.join(said)}.\n\n{source(record)}"
     )
+
+
+def short_rows_table(records: Records) -> str:
+    """The suite short-rows on an H100: shares of the copy, bfloat16 before float32, with each library beside ours."""
+    name = "h100-short-rows"
+    found = [each for each in records.cases(name) if not each.case.with_gradient]
+    if not found:
+        return ABSENT
+    operations = list(dict.fromkeys(each.case.operation for each in found))
+    who = {"ours": "ours"} | NAMES
+    header = ["rows × cols", *(f"`{operation}`, {who[each]}" for operation in operations for each in who)]
+    rows = []
+    for size in dict.fromkeys(each.case.shape for each in found):
+        of_size = [each for each in found if each.case.shape == size]
+        cells = [_shares(of_size, operation, each) for operation in operations for each in who]
+        rows.append([sizes(size), *cells])
+    return f"{table(header, rows)}\n\n{_short_losses(records, name)}\n\n{source(records.get(name))}"
+
+
+def _shares(found: Iterable[CaseResult], operation: str, who: str) -> str:
+    """The shares of a library in bfloat16 and in float32, for the cases of one shape."""
+    results = {each.case.dtype: result_of(each, who) for each in found if each.case.operation == operation}
+    return together(share(results[dtype]) for dtype in DTYPES if results.get(dtype)) or NOTHING
+
+
+def _short_losses(records: Records, name: str) -> str:
+    """A sentence about the losses of the suite, which are measured with their gradients."""
+    said, losses = [], records.cases(name, with_gradient=True)
+    for operation in dict.fromkeys(each.case.operation for each in losses):
+        found = [each for each in losses if each.case.operation == operation]
+        times = [1 / each.against_torch.ratio for each in map(ours, found) if each.against_torch]
+        said.append(
+            f"`{operation}` with its gradient takes {spread(ours(each).copies for each in found)} times as long as the "
+            f"copy, and PyTorch {min(times):.0f} to {max(times):.0f} times as long as ours"
+        )
+    cols = sorted({each.case.shape[-1] for each in losses})
+    return f"Over {' and '.join(map(str, cols))} columns, {'; '.join(said)}."
 
 
 def fused_table(records: Records) -> str:
