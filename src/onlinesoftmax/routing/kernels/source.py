@@ -135,7 +135,7 @@ def shape_of(
     # Few tokens are spread over more multiprocessors.
     few = sequences * tokens * team <= device.multiprocessors * THREADS
     threads = team if team > 32 else THREADS if few else many
-    while threads >= max(team, 32):
+    while threads % max(team, 32) == 0:
         resident = max(many // threads, 1)
         shape = Shape(
             dtype, k, width, team, chunks, threads, resident, capacity, heads, rule.score, rule.selection,
