@@ -93,6 +93,8 @@ FRAMEWORKS: dict[str, set[str]] = {
     "routing.arguments": {"torch"},
     "routing.kernels.cuda": {"torch"},
     "routing.kernels.gradient": {"torch"},
+    "routing.kernels.losses": {"torch"},
+    "routing.loss_run": {"torch"},
     "routing.module": {"torch"},
     "routing.operators": {"torch"},
     "routing.prepared": {"torch"},

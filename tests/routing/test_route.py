@@ -201,3 +201,33 @@ def test_a_repeated_call_checks_its_arguments_again() -> None:
     assert not z.grad[0, 3].any()
     with pytest.raises(TypeError, match="counts must be a bool"):
         osm.route(x, 3, mask=mask, **given | {"counts": 1})
+
+
+def test_a_prepared_call_runs_the_kernel_that_was_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the formulas in the place of a kernel."""
+    from onlinesoftmax.routing import prepared, reference
+
+    runs = []
+
+    def bound(call: Any) -> Any:
+        def run(x: Tensor, bias: Tensor | None, mask: Tensor | None, indices: Tensor | None) -> Any:
+            runs.append(x.shape)
+            return reference.found_of(call._replace(x=x, bias=bias, mask=mask, indices=indices))
+
+        return run
+
+    monkeypatch.setattr(prepared, "bound", bound)
+    given: dict[str, Any] = {"score": "sigmoid", "bias": torch.arange(13.0), "scale": 0.75, "prob_sums": True}
+    x, mask = logits(2, 5, 13), torch.arange(10).reshape(2, 5) != 3
+    for z in (x, x.clone().requires_grad_()):
+        first, again = (osm.route(z, 4, mask=mask, **given) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first[:5], again[:5], strict=True))
+    assert runs == [(10, 13)] * 2
+    wanted, ours = (torch.autograd.grad(found.weights[..., 0].sum(), z)[0] for found in (first, again))
+    assert torch.equal(ours, wanted)
+    # Every other row: they are copied to be flat.
+    copied = logits(4, 5, 13)[::2]
+    assert torch.equal(
+        osm.route(copied, 4, mask=mask, **given).indices, osm.route(copied, 4, mask=mask, **given).indices
+    )
+    assert len(runs) == 2

@@ -159,7 +159,7 @@ def load_balancing_loss(
         >>> load_balancing_loss(route(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), 1, prob_sums=True))
         tensor(1.)
     """
-    return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group))
+    return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group), _fused_of(routed))
 
 
 def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | None = None) -> Any:
@@ -184,7 +184,16 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
         >>> router_z_loss(route(torch.zeros(3, 4), 1))
         tensor(1.9218)
     """
-    return losses.router_z_loss(routed, lambda counts: total(counts, group))
+    return losses.router_z_loss(routed, lambda counts: total(counts, group), _fused_of(routed))
+
+
+def _fused_of(routed: Any) -> losses.Fused | None:
+    """The function that computes a loss of torch tensors by a kernel; None for arrays of NumPy."""
+    if not isinstance(routed, Routed) or isinstance(routed.lse, np.ndarray):
+        return None
+    from . import loss_run
+
+    return loss_run.fused
 
 
 def total(counts: Any, group: Any) -> tuple[Any, int]:

@@ -13,8 +13,15 @@ KINDS = ("switch", "sequence")
 Total = Callable[[Array], tuple[Array, int]]
 """total(counts) adds counts over processes or devices; and returns how many there are."""
 
+Fused = Callable[[Array, Array, float, bool], Array | None]
+"""fused(values, counts, factor, z_loss) is a loss by one kernel, or None where there is none.
 
-def load_balancing_loss(routed: Any, kind: Any, total: Total) -> Array:
+The values are prob_sums, and the loss is the mean over the sequences of factor * sum(counts * values) / sum(counts)^2;
+or lse, and the loss is factor * sum(values^2) / sum(counts).
+"""
+
+
+def load_balancing_loss(routed: Any, kind: Any, total: Total, fused: Fused | None = None) -> Array:
     """The loss, as the public functions describe it."""
     caller = "load_balancing_loss()"
     if kind not in KINDS:
@@ -24,20 +31,27 @@ def load_balancing_loss(routed: Any, kind: Any, total: Total) -> Array:
     if sums is None:
         raise ValueError(f"{caller}: routed has no prob_sums: call route with prob_sums=True")
     if kind == KINDS[0] and counts.ndim > 1:
-        experts = counts.shape[-1]
-        counts, sums = (t.reshape((-1, experts)).sum(0) for t in (counts, sums))
-    k, (counts, parts) = routed.weights.shape[-1], total(counts)
-    chosen = counts.sum(-1)
+        shape = (-1, counts.shape[-1])
+        counts, sums = counts.reshape(shape), sums.reshape(shape)
+        counts, sums = (counts[0], sums[0]) if len(counts) == 1 else (counts.sum(0), sums.sum(0))
+    counts, parts = total(counts)
     # Of each sequence: experts * sum of (counts / chosen) * (sums / tokens), where tokens = chosen / k.
-    each = (counts * sums).sum(-1) * (counts.shape[-1] * k * parts) / _divisor(chosen) / _divisor(chosen)
+    factor = counts.shape[-1] * routed.weights.shape[-1] * parts
+    if fused is not None and (found := fused(sums, counts, factor, False)) is not None:
+        return found
+    chosen = counts.sum(-1)
+    each = (counts * sums).sum(-1) * factor / _divisor(chosen) / _divisor(chosen)
     return each.sum() / _divisor((chosen > 0).sum()) if each.ndim else each
 
 
-def router_z_loss(routed: Any, total: Total) -> Array:
+def router_z_loss(routed: Any, total: Total, fused: Fused | None = None) -> Array:
     """The loss, as the public functions describe it."""
     _check("router_z_loss()", routed)
-    chosen, parts = total(routed.counts.sum())
-    return (routed.lse * routed.lse).sum() * (routed.weights.shape[-1] * parts) / _divisor(chosen)
+    lse, (counts, parts) = routed.lse, total(routed.counts)
+    factor = routed.weights.shape[-1] * parts
+    if fused is not None and (found := fused(lse, counts, factor, True)) is not None:
+        return found
+    return (lse * lse).sum() * factor / _divisor(counts.sum())
 
 
 def _divisor(number: Array) -> Array:

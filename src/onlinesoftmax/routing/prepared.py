@@ -10,7 +10,7 @@ import torch
 from ..torch.fast_path import PREPARED_CALLS, keep, look_up
 from .results import Routed
 from .rules import Call
-from .run import found_of, in_shape, recorded
+from .run import bound, found_of, in_shape, recorded
 
 __all__ = ["look_up", "prepare"]
 
@@ -38,14 +38,22 @@ def prepare(logits: Tensor, bias: Any, mask: Any, arguments: tuple[Any, ...], ca
         return False
     if not key or not logits.numel():
         return False
-    rule, count = call.rule, len(call.x)
-    run = recorded if torch.is_grad_enabled() and logits.requires_grad else found_of
+    rule, count, flat = call.rule, len(call.x), len(rows) == 1
+    records = torch.is_grad_enabled() and logits.requires_grad
     numbers = (None, rule, call.sequences, call.tokens, call.counts, call.prob_sums)
+    # Logits that are copied to be flat lie elsewhere.
+    run = bound(call) if call.x.data_ptr() == logits.data_ptr() else None
 
     def prepared(x: Tensor, bias: Tensor | None, mask: Tensor | None) -> Routed:
-        flat = x if len(rows) == 1 else x.reshape(count, rule.experts)
-        mask = mask if mask is None or len(rows) == 1 else mask.reshape(count)
-        return in_shape(run(Call(flat, bias, mask, *numbers)), rule, rows, dense)
+        if not flat:
+            x, mask = x.reshape(count, rule.experts), mask if mask is None else mask.reshape(count)
+        if records:
+            found = recorded(Call(x, bias, mask, *numbers), run)
+        elif run is not None:
+            found = run(x, bias, mask, None)
+        else:
+            found = found_of(Call(x, bias, mask, *numbers))
+        return in_shape(found, rule, rows, dense)
 
     keep(PREPARED_CALLS, key, prepared)
     return True

@@ -71,6 +71,16 @@ def _by_kernel(call: Call) -> Routed | None:
     return cuda.route(call)
 
 
+def bound(call: Call) -> Any:
+    """The function run(x, bias, mask, indices) of a kernel for the calls that are like one; None without a kernel."""
+    aligned = call.bias is None or call.bias.data_ptr() % 16 == 0
+    if not _has_kernels(call.x) or call.x.stride(1) != 1 or not aligned:
+        return None
+    from .kernels import cuda
+
+    return cuda.run_of(call)
+
+
 def _gradient_by_kernel(call: Call, found: Routed, given: Gradients) -> Tensor | None:
     """The gradient of a call by a kernel; None where none takes the call."""
     if not _has_kernels(call.x):
@@ -85,9 +95,9 @@ def _has_kernels(x: Tensor) -> bool:
     return x.is_cuda and registry.unavailable("cuda") is None and not x.is_neg()
 
 
-def recorded(call: Call) -> Routed:
-    """The results of a call on flat rows, recorded by autograd."""
-    found: Any = _Recorded.apply(call.x, call._replace(x=None))
+def recorded(call: Call, run: Any = None) -> Routed:
+    """The results of a call on flat rows, recorded by autograd; by the function of `bound`, if there is one."""
+    found: Any = _Recorded.apply(call.x, call._replace(x=None), run)
     return Routed(*found)
 
 
@@ -95,8 +105,8 @@ class _Recorded(torch.autograd.Function):
     """The results of a call, recorded by autograd; it saves the logits and what is (T, k), (T,) or (experts,)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Call) -> Any:
-        found = found_of(how._replace(x=x))
+    def forward(ctx: Any, x: Tensor, how: Call, run: Any) -> Any:
+        found = run(x, how.bias, how.mask, how.indices) if run is not None else found_of(how._replace(x=x))
         ctx.how = how._replace(bias=None, mask=None, indices=None)
         ctx.save_for_backward(x, how.bias, how.mask, found.weights, found.indices, found.lse)
         ctx.mark_non_differentiable(*[t for t in (found.indices, found.counts) if t is not None])
@@ -108,12 +118,12 @@ class _Recorded(torch.autograd.Function):
         x, bias, mask, weights, indices, lse = ctx.saved_tensors
         given = Gradients(dys[0], dys[3], dys[4])
         if all(dy is None for dy in given):
-            return None, None
+            return None, None, None
         call = ctx.how._replace(x=x, bias=bias, mask=mask)
         # A kernel's gradient has no derivative, and a kernel cannot read a batch.
         if torch.is_grad_enabled() or any(map(is_batched, given)):
-            return _gradient_by_pytorch(call, indices, given), None
-        return gradient_of(call, Routed(weights, indices, None, None, lse), given), None
+            return _gradient_by_pytorch(call, indices, given), None, None
+        return gradient_of(call, Routed(weights, indices, None, None, lse), given), None, None
 
 
 def _gradient_by_pytorch(call: Call, indices: Tensor, given: Gradients) -> Tensor:

@@ -19,18 +19,27 @@ from .source import MOST_TOKENS, NAME, NUMBERS, POINTERS, Shape, dynamic_bytes, 
 
 Tensor = torch.Tensor
 
+Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Routed]
+
 
 def route(call: Call) -> Routed | None:
     """The results of a call on a GPU; None if no kernel takes it."""
+    run, bias = run_of(call), call.bias
+    if bias is not None and bias.data_ptr() % 16:
+        bias = bias.clone()  # as many numbers are loaded at once as logits
+    return None if run is None else run(adjacent(call.x), bias, call.mask, call.indices)
+
+
+def run_of(call: Call) -> Run | None:
+    """The function run(x, bias, mask, indices) for the calls that are like one; None if no kernel takes them.
+
+    Its logits are aligned as those of the call are, and adjacent in memory; its bias begins on 16 bytes.
+    """
     x = adjacent(call.x)
     index = x.get_device()
     if refused(call, from_torch("cuda", index)):
         return None
-    run = _run_of(call.rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
-    bias = call.bias
-    if bias is not None and bias.data_ptr() % 16:
-        bias = bias.clone()  # as many numbers are loaded at once as logits
-    return None if run is None else run(x, bias, call.mask, call.indices)
+    return _run_of(call.rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
 
 
 def refused(call: Call, device: Device) -> str | None:
@@ -85,9 +94,6 @@ def flags_of(call: Call) -> frozenset[str]:
     if call.indices is not None:
         given |= {"GROUPED": False, "SCORED_GROUPS": False}
     return frozenset(name for name, holds in given.items() if holds)
-
-
-Run = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Routed]
 
 
 @lru_cache(MOST_ENTRIES)

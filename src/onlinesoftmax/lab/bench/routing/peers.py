@@ -29,46 +29,34 @@ class Gate(Peer):
         return with_gradient(forward) if case.with_gradient else forward
 
     def forward(self, case: RouteCase) -> Function:
-        """The function that returns (weights, experts, counts), and with a gradient the sum of the losses."""
+        """The function that returns (weights, experts, counts), and with a gradient both losses."""
         raise NotImplementedError
 
 
 def with_gradient(forward: Function) -> Function:
-    """A function that returns (gradient, experts, counts), of one that returns (weights, experts, counts, losses)."""
+    """A function that returns (gradient, experts, counts), of one that returns (weights, experts, counts, *losses)."""
     import torch
 
     def call(x: Any, bias: Any) -> Any:
-        weights, experts, counts, losses = forward(x, bias)
-        # Different incoming gradients, as experts give; constants are made once.
-        return torch.autograd.grad([weights, losses], x, [incoming(weights), one(x)])[0], experts, counts
+        weights, experts, counts, *losses = forward(x, bias)
+        return torch.autograd.grad([weights, *losses], x, incoming(weights))[0], experts, counts
 
     return call
 
 
-@lru_cache(maxsize=4)
-def _numbers(shape: tuple[int, ...], device: Any) -> Any:
-    import torch
-
-    return torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1))
-
-
-def incoming(weights: Any) -> Any:
-    """The gradient of the weights."""
-    return _numbers(tuple(weights.shape), weights.device).to(weights.dtype)
+def incoming(weights: Any) -> list[Any]:
+    """The incoming gradients of the weights and of both losses; those of a shape are made once."""
+    return _incoming(tuple(weights.shape), weights.dtype, weights.device)
 
 
 @lru_cache(maxsize=4)
-def _one(dtype: Any, device: Any) -> Any:
+def _incoming(shape: tuple[int, ...], dtype: Any, device: Any) -> list[Any]:
     import torch
 
-    return torch.ones((), dtype=dtype, device=device)
-
-
-def one(x: Any) -> Any:
-    """The gradient of the losses."""
-    import torch
-
-    return _one(torch.promote_types(x.dtype, torch.float32), x.device)
+    numbers = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(dtype)
+    # Those of float64, too, are float32 numbers.
+    weights = torch.tensor([BALANCE, Z], device=device).to(dtype)
+    return [numbers, *weights]
 
 
 class OursGate(Gate):
@@ -86,8 +74,7 @@ class OursGate(Gate):
             found = route(x, bias=bias, prob_sums=case.with_gradient, **given)
             if not case.with_gradient:
                 return found.weights, found.indices, found.counts
-            losses = BALANCE * load_balancing_loss(found) + Z * router_z_loss(found)
-            return found.weights, found.indices, found.counts, losses
+            return found.weights, found.indices, found.counts, load_balancing_loss(found), router_z_loss(found)
 
         return forward
 
@@ -150,7 +137,7 @@ def by_torch(case: RouteCase) -> Function:
             return weights, chosen, counts
         p = scores / scores.sum(-1, keepdim=True) if sigmoid else p
         balance = (counts * p.sum(0)).sum() * (experts / (k * tokens * tokens))
-        return weights, chosen, counts, BALANCE * balance + Z * x.logsumexp(-1).square().mean()
+        return weights, chosen, counts, balance, x.logsumexp(-1).square().mean()
 
     return forward
 

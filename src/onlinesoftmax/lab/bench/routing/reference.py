@@ -7,7 +7,7 @@ from typing import Any
 from ....routing.reference import choose
 from ....routing.rules import Call, checked_rule
 from .cases import RouteCase
-from .peers import BALANCE, Z, incoming
+from .peers import incoming
 
 ROUNDINGS = 32
 """Float32 roundings that a weight or a gradient may be off by, relative to the largest number of its token."""
@@ -74,6 +74,6 @@ def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any) -> Any:
     found = route(z, bias=bias, indices=experts, prob_sums=True, **case.arguments)
     if not case.with_gradient:
         return found.weights.detach()
-    losses = BALANCE * load_balancing_loss(found) + Z * router_z_loss(found)
-    (gradient,) = torch.autograd.grad([found.weights, losses], z, [incoming(found.weights), torch.ones_like(losses)])
+    outputs = [found.weights, load_balancing_loss(found), router_z_loss(found)]
+    (gradient,) = torch.autograd.grad(outputs, z, incoming(found.weights))
     return gradient
