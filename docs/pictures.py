@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/strategies, docs/protocols.md and docs/sampling.md, and the chart of docs/plans.md.
+"""Draw the pictures of docs/strategies and of protocols.md, sampling.md and start.md, and the chart of plans.md.
 
 python docs/pictures.py
 """
@@ -258,6 +258,57 @@ def cliffs(axes: Axes) -> None:
     axes.spines[["bottom", "left"]].set_color(GREY)
 
 
+CALLS: dict[str, tuple[tuple[str, str], ...]] = {
+    "logits, or\nany scores": (
+        ("their softmax", "softmax"),
+        ("their log-softmax", "log_softmax"),
+        ("their logsumexp", "logsumexp"),
+    ),
+    "scores of\nattention": (("masked, scaled, causal", "softmax"),),
+    "logits\nand targets": (
+        ("the loss", "cross_entropy"),
+        ("token log-probabilities", "token_logprobs"),
+    ),
+    "hidden states\nand a head": (
+        ("the loss, without logits", "linear_cross_entropy"),
+        ("token log-probabilities", "linear_token_logprobs"),
+        ("their loss, as in PPO", "linear_token_loss"),
+    ),
+    "logits of the\nnext token": (
+        ("a token", "sample"),
+        ("the most probable tokens", "topk_logprobs"),
+        ("which drafted tokens stay", "verify"),
+    ),
+    "logits\nof a gate": (("k experts for each token", "route"),),
+    "an enormous\nvector": (("in memory", "softmax"), ("in parts", "State")),
+    "classes over\nseveral GPUs": (
+        ("the same functions", "distributed.softmax"),
+        ("a head without logits", "distributed.linear_cross_entropy"),
+    ),
+    "a model that\nstays as it is": (("our functions in a block", "override"),),
+    "files": (("a result in a file", "apply_file"),),
+}
+"""What a caller has, and for each result that the caller may want, the function of `onlinesoftmax`."""
+
+
+def calls(axes: Axes) -> None:
+    """The tree of CALLS: what a caller has, what the caller wants, and the function to call."""
+    y = 0.0
+    for i, (has, wanted) in enumerate(CALLS.items()):
+        height = max(len(wanted), 1 + has.count("\n") * 0.5)
+        middle, color = y - height / 2, COLORS[i % len(COLORS)]
+        axes.add_patch(Rectangle((0, y - height + 0.15), 4.4, height - 0.3, facecolor=color))
+        label(axes, 2.2, middle, has, "white")
+        for j, (result, function) in enumerate(wanted):
+            at = middle + (len(wanted) - 1) / 2 - j
+            axes.plot((4.4, 5.1, 5.7), (middle, at, at), color=color, lw=1)
+            axes.text(6.0, at, result, color=GREY, va="center", fontsize=9)
+            axes.plot((14.1, 14.7), (at, at), color=color, lw=1)
+            axes.text(15.0, at, function, color=GREY, va="center", fontsize=9, family="monospace")
+        y -= height + 0.2
+    axes.set(xlim=(-0.1, 26.5), ylim=(y, 0.1))
+
+
 def draw(folder: Path) -> None:
     """Write every picture to a folder, as SVG."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -270,6 +321,11 @@ def draw(folder: Path) -> None:
             paint(axes)
             axes.set(xlim=(-2, WIDTH + 4.6), ylim=height)
             figure.savefig(folder / f"{name}.svg", transparent=True, metadata={"Date": None})
+        figure = Figure(figsize=(5.8, 6.0), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axis("off")
+        calls(axes)
+        figure.savefig(folder / "calls.svg", transparent=True, metadata={"Date": None})
         figure = Figure(figsize=(5.8, 3.0), layout="constrained")
         cliffs(figure.add_subplot())
         figure.savefig(folder / "cliffs.svg", transparent=True, metadata={"Date": None})

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,7 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
     "page",
     [
         "index",
+        "start",
         "tour",
         "state",
         "strategies",
@@ -153,6 +155,16 @@ def test_the_pictures_are_those_that_the_code_draws(tmp_path: Path) -> None:
         pytest.skip(f"matplotlib {drawn_by[1]} drew the pictures, and other versions write other bytes")
     runpy.run_path(str(DOCS / "pictures.py"))["draw"](tmp_path)
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == committed
+
+
+def test_functions_in_the_picture_of_calls_exist_and_stand_on_its_page() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the pictures")
+    pytest.importorskip("torch", reason="the picture names functions of sharded rows")
+    text = (DOCS / "start.md").read_text(encoding="utf-8")
+    for wanted in runpy.run_path(str(DOCS / "pictures.py"))["CALLS"].values():
+        for _, function in wanted:
+            assert callable(attrgetter(function)(onlinesoftmax))
+            assert f"`{function}`" in text
 
 
 def test_every_example_is_on_its_page_and_has_a_test() -> None:
