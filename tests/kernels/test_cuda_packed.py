@@ -10,8 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+import onlinesoftmax as osm
+from contract import assert_as_good_as_pytorch, outliers
 from cuda_simulator import simulate
 from cuda_targets import Ask, a_task, aligned, check, from_bits, rounded, run, some_values, to_bits
 from onlinesoftmax.core.device import known
@@ -185,3 +188,27 @@ def test_a_bias_and_a_mask_fit_beside_wide_results() -> None:
     used = compile.usage(log)
     assert not used["spills"]
     assert used["shared_memory"] <= 48 << 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cols", [1, 2, 3, 5, 7, 10, 17, 33, 50, 63, 97, 129, 199])
+def test_short_rows_on_a_gpu(cols: int, dtype: torch.dtype) -> None:
+    """Softmax, and a masked one with a bias and its gradient; rows begin 0, 8 or 2 elements after a cache line."""
+    for begin, rows in ((0, 3001), (8, 127), (2, 1030)):
+        memory = outliers(rows * cols + begin, dtype=dtype, device="cuda")
+        x = memory[begin:].view(rows, cols)
+        if cols * x.itemsize % 16:
+            assert osm.explain(x).plan.kernel == PACKED
+        assert_as_good_as_pytorch(osm.softmax(x), "softmax", x, -1)
+        mask, bias = torch.rand(rows, cols, device="cuda") < 0.8, torch.randn(cols, device="cuda").to(dtype)
+        mask[:, 0] = True
+        z = (x.double() + bias.double()).masked_fill(~mask, -torch.inf).requires_grad_()
+        exact, leaf = torch.softmax(z, -1), x.clone().requires_grad_()
+        y = osm.softmax(leaf, mask=mask, bias=bias)
+        eps = torch.finfo(dtype).eps
+        torch.testing.assert_close(y.double(), exact, rtol=max(2 * eps, 1e-5), atol=max(torch.finfo(dtype).tiny, 1e-30))
+        dy = torch.randn_like(exact)
+        (dx,) = torch.autograd.grad(y, leaf, dy.to(dtype))
+        (right,) = torch.autograd.grad(exact, z, dy)
+        torch.testing.assert_close(dx.double(), right, rtol=8 * eps, atol=8 * eps)
