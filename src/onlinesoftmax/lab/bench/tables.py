@@ -314,7 +314,7 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
     "token time": partial(_beside, TOKEN_TIME, "way, what it lacks, or reason", [
         "Time of a call over that of one read of the logits, our logsumexp, in the same run.",
     ]),
-    "gate time": partial(_beside, TOKEN_TIME, "reason", [
+    "gate time": partial(_beside, TOKEN_TIME, "way or reason", [
         "Time of a call over that of one read of the logits, our logsumexp of long rows, in the same run.",
     ]),
 }  # fmt: skip

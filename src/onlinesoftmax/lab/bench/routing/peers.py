@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+from ....explanation import explain
 from ..cases import Case
 from ..peers import Compiled, Peer
 from .cases import RouteCase
@@ -63,6 +64,15 @@ class OursGate(Gate):
     """Our functions."""
 
     name, module, ours = "ours", "onlinesoftmax", True
+
+    def way(self, case: RouteCase, x: Any, bias: Any) -> str:
+        """The kernel of a call and its blocks, or the way without one."""
+        given = {name: value for name, value in case.arguments.items() if name not in ("k", "scale")}
+        k: int = case.arguments["k"]
+        found = explain(x, operation="route", k=k, bias=bias, prob_sums=case.with_gradient, **given)
+        if not found.kernel:
+            return found.name
+        return f"{found.name}, {found.kernel.blocks} blocks of {found.kernel.threads} threads"
 
     def forward(self, case: RouteCase) -> Function:
         """`route`, and both losses with a gradient."""

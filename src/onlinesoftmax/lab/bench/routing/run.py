@@ -14,6 +14,7 @@ from ..run import FLUSHES_OF_AUTOGRAD, check_each, clock_of, each_case, with_tim
 from ..suites import Measures
 from ..timing import Call, Clock, Flush, Times
 from .cases import RouteCase
+from .peers import OursGate
 from .reference import wrong
 
 FLOAT64_COPIES = 10
@@ -85,4 +86,5 @@ def _checked(case: RouteCase, peer: Peer, inputs: tuple[Any, Any]) -> tuple[Resu
     call = partial(peer.prepare(case), *inputs)
     reason, error = wrong(case, *inputs, call(), peer.ours)
     extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
-    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra), call
+    note = peer.way(case, *inputs) if isinstance(peer, OursGate) else ""
+    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=note), call
