@@ -84,8 +84,9 @@ def torch_algebra() -> Algebra:
 
 def jax_algebra() -> Algebra:
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
-    # Every new length is a handful of compilations, so there are fewer examples.
-    return Arrays("jax", lambda v, dtype: jnp.asarray(v, dtype), lambda x: np.asarray(x).astype(np.float64), examples=8)
+    # Every new length is a handful of compilations, so there are fewer examples, and NumPy converts.
+    array = lambda v, dtype: jnp.asarray(v.astype(jnp.dtype(dtype)))  # noqa: E731  one use
+    return Arrays("jax", array, lambda x: np.asarray(x).astype(np.float64), examples=8)
 
 
 def triton_algebra() -> Algebra:

@@ -57,7 +57,8 @@ def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]
 def outliers(rows: int, cols: int, dtype: str) -> Any:
     """Normal numbers, one in a hundred times 20."""
     rng = np.random.default_rng(rows * cols)
-    return jnp.asarray(rng.normal(size=(rows, cols)) * np.where(rng.random((rows, cols)) < 0.01, 20, 1), dtype)
+    x = rng.normal(size=(rows, cols)) * np.where(rng.random((rows, cols)) < 0.01, 20, 1)
+    return jnp.asarray(x.astype(jnp.dtype(dtype)))
 
 
 def assert_as_good_as_jax(ours: Any, theirs: Any, exact: Float64, dy: Any = 1.0) -> None:

@@ -33,7 +33,7 @@ class PallasAlgebra:
     op = op.at_target(jnp.int32(0), jnp.float32(0), 1)
 
     def array(self, values: Float64, dtype: str) -> Any:
-        return jnp.asarray(values, dtype)
+        return jnp.asarray(values.astype(jnp.dtype(dtype)))
 
     def numpy(self, x: Any) -> Float64:
         return np.asarray(x).astype(np.float64).reshape(-1)

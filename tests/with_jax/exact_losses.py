@@ -23,11 +23,13 @@ STRATEGIES = ("row", "looped", "split")
 def logits(*shape: int, dtype: str = "float32", seed: int = 0, by: float = 0.0) -> Any:
     """Normal numbers, one in a hundred times 20, all of them shifted."""
     rng = np.random.default_rng(seed)
-    return jnp.asarray(rng.normal(size=shape) * np.where(rng.random(shape) < 0.01, 20, 1) + by, dtype)
+    x = rng.normal(size=shape) * np.where(rng.random(shape) < 0.01, 20, 1) + by
+    # JAX would compile the conversion for each shape.
+    return jnp.asarray(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
 def classes(*shape: int, cols: int, seed: int = 1) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).integers(0, cols, shape), jnp.int32)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, cols, shape, np.int32))
 
 
 def wide(x: Any) -> Any:
