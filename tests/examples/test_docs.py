@@ -72,7 +72,7 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
         "models",
         "sampling",
         "routing",
-        "jax",
+        pytest.param("jax", marks=pytest.mark.early),
         "plans",
         "compiler",
         "backend",
@@ -120,6 +120,7 @@ def test_commands_print_the_output_shown(page: str) -> None:
         assert done.stdout + done.stderr == shown, command
 
 
+@pytest.mark.early
 def test_the_backend_of_the_page_passes_the_contract(tmp_path: Path) -> None:
     """Its two files and the lines of its diffs are added to a copy of the package.  The backend is for a CPU."""
     text = text_of("backend")

@@ -277,6 +277,7 @@ def test_what_the_compiler_leaves_to_pytorch() -> None:
     assert not torch._C._len_torch_function_stack()
 
 
+@pytest.mark.early
 def test_the_first_call_of_a_process_may_be_compiled() -> None:
     """The first read of a cached property takes a lock in Python 3.11, which torch.compile cannot trace."""
     code = (

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import numpy as np
 from onlinesoftmax.ops import also_declared
@@ -49,6 +51,7 @@ with also_declared(FORWARD, BACKWARD):
 """
 
 
+@pytest.mark.early
 def test_jax_runs_the_formula_of_a_declaration() -> None:
     tests = Path(__file__).parents[1]
     paths = os.pathsep.join([str(tests.parent / "src"), str(tests)])
