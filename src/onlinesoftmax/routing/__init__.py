@@ -156,7 +156,7 @@ def load_balancing_loss(
 
     Example:
         >>> import torch
-        >>> load_balancing_loss(route(torch.tensor([[2.0, 0.0], [0.0, 2.0]]), 1, prob_sums=True))
+        >>> load_balancing_loss(route(torch.tensor([[20.0, 0.0], [0.0, 20.0]]), 1, prob_sums=True))
         tensor(1.)
     """
     return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group), _fused_of(routed))

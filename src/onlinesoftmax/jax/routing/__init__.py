@@ -79,7 +79,7 @@ def load_balancing_loss(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> print(load_balancing_loss(route(jnp.array([[2.0, 0.0], [0.0, 2.0]]), 1, prob_sums=True)))
+        >>> print(load_balancing_loss(route(jnp.array([[20.0, 0.0], [0.0, 20.0]]), 1, prob_sums=True)))
         1.0
     """
     loss: jax.Array = losses.load_balancing_loss(routed, kind, lambda counts: _total(counts, axis_name))
