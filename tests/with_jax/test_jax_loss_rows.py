@@ -134,18 +134,11 @@ def test_smoothing_is_spread_over_the_classes_that_are_kept(one_hot: bool) -> No
     assert_all_close(both(jax.grad(lambda x: jnp.sum(ours(x))), jax.grad(lambda x: jnp.sum(few(x))), x))
 
 
-CAPPED, SCALED = {"softcap": 3.0}, {"softcap": 3.0, "scale": jnp.float32(0.5)}
-
-
-@pytest.mark.parametrize(
-    ("options", "labels", "reduction"),
-    [
-        ({}, "integers", "none"), ({}, "weights", "mean"), (CAPPED, "integers", "mean"), (CAPPED, "weights", "none"),
-        (SCALED, "integers", "none"), (SCALED, "weights", "mean"),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_nan_that_counts_for_nothing_has_no_gradient(options: dict[str, Any], labels: str, reduction: str) -> None:
+@pytest.mark.parametrize("labels", ["integers", "weights"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"softcap": 3.0, "scale": jnp.float32(0.5)}], ids=str)
+def test_nan_that_counts_for_nothing_has_no_gradient(options: dict[str, Any], labels: str) -> None:
+    """Reductions take turns."""
+    reduction = "none" if (len(options) == 1) == (labels == "weights") else "mean"
     x, where = jax.random.normal(jax.random.key(0), (4, 8)), jnp.arange(8) < 5
     target = jnp.asarray([1, 0, 4, 2]) if labels == "integers" else jax.nn.softmax(2 * x)
     scale = options.get("scale", 1.0)
