@@ -115,6 +115,11 @@ def test_replay_takes_the_given_experts() -> None:
         * (1 - x.sigmoid())
     )
     torch.testing.assert_close(x.grad, wanted)
+    again = osm.route(x, 3, score="sigmoid", renormalize=False, indices=given)
+    (dx,) = torch.autograd.grad(again.weights.sum(), x, create_graph=True)
+    torch.testing.assert_close(dx, wanted)
+    (second,) = torch.autograd.grad(dx.sum(), x)
+    torch.testing.assert_close(second, wanted * (1 - 2 * x.sigmoid()))
 
 
 def test_losses_are_those_of_the_papers() -> None:

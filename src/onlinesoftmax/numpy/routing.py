@@ -65,7 +65,7 @@ def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
     indices = np.where((indices < 0) | (indices >= experts), -1, indices)
     if call.mask is not None:
         indices = np.where(call.mask[:, None], indices, -1)
-    found = formulas.results_of(OF_RESULTS, x, call.bias, indices, rule, call.prob_sums)
+    found = formulas.results_of(OF_RESULTS, x, call.bias, indices, rule, call.prob_sums, call.complete)
     counts, sums, whole, of_sequences = None, None, None, (*rows[:-1], experts)
     if call.counts:
         # -1 is counted behind the last expert.

@@ -69,7 +69,7 @@ class Found(NamedTuple):
 
 
 def results_of(
-    of: Functions, x: Array, bias: Array | None, indices: Array, rule: Rule, with_probabilities: bool
+    of: Functions, x: Array, bias: Array | None, indices: Array, rule: Rule, with_probabilities: bool, complete: bool
 ) -> Found:  # fmt: skip
     """The results for known experts.
 
@@ -80,16 +80,22 @@ def results_of(
         indices: The experts of each token, (..., k); -1 for none.
         rule: How they are weighted.
         with_probabilities: True to return the probabilities.
+        complete: True where no expert is -1: there is no mask, and no expert was given.
     """
-    xp, places = of.xp, of.xp.where(indices < 0, 0, indices)
-    valid = xp.max(indices, -1) >= 0
+    xp = of.xp
+    places = indices if complete else xp.where(indices < 0, 0, indices)
+    valid = None if complete else xp.max(indices, -1) >= 0
+
+    def of_valid(t: Array) -> Array:
+        return t if valid is None else xp.where(valid, t, 0.0)
+
     # The logits of a token that is not valid may be anything.
-    x = xp.where(valid, x, 0.0)
+    x = of_valid(x)
     lse, picked = logsumexp(of, x), of.take(x, places)
-    out = (indices < 0) | (picked == -math.inf) | is_out(of, bias, places)
-    weights = weights_of(of, picked, out, lse, rule)
-    p = xp.where(valid, probabilities(of, x, lse, rule), 0.0) if with_probabilities else None
-    return Found(weights, p, xp.where(valid, lse, 0.0))
+    out = (picked == -math.inf) | is_out(of, bias, places)
+    weights = weights_of(of, picked, out if complete else out | (indices < 0), lse, rule)
+    p = of_valid(probabilities(of, x, lse, rule)) if with_probabilities else None
+    return Found(weights, p, of_valid(lse))
 
 
 def is_out(of: Functions, bias: Array | None, places: Array) -> Array | bool:

@@ -60,10 +60,16 @@ def choose(call: Call) -> Tensor:
     return indices if call.mask is None else indices.masked_fill(~call.mask.unsqueeze(1), -1)
 
 
-def found_at(call: Call, indices: Tensor) -> Routed:
-    """The results for known experts, (T, k) int32 as `choose` returns them; by operations that have gradients."""
+def found_at(call: Call, indices: Tensor, complete: bool = False) -> Routed:
+    """The results for known experts, by operations that have gradients.
+
+    Args:
+        call: The call.
+        indices: The experts, (T, k) int32 as `choose` returns them.
+        complete: True where none of them is -1.
+    """
     x = call.x.to(accumulator_of(call.x.dtype, call.x.dtype))
-    found = formulas.results_of(functions(), x, call.bias, indices, call.rule, call.prob_sums)
+    found = formulas.results_of(functions(), x, call.bias, indices, call.rule, call.prob_sums, complete)
     sums, counts = None, None
     if found.probabilities is not None:
         sums = found.probabilities.reshape(call.sequences, call.tokens, call.rule.experts).sum(1)
@@ -74,7 +80,7 @@ def found_at(call: Call, indices: Tensor) -> Routed:
 
 def found_of(call: Call) -> Routed:
     """The results of a call without a gradient; on a CPU of a few tokens at a time, which stay in its caches."""
-    parts = [found_at(part, choose(part)) for part in _parts_of(call)]
+    parts = [found_at(part, choose(part), call.complete) for part in _parts_of(call)]
     if len(parts) == 1:
         return parts[0]
     joined: list[Any] = [None if each[0] is None else torch.cat(each) for each in zip(*parts, strict=True)]

@@ -90,6 +90,11 @@ class Call(NamedTuple):
     counts: bool
     prob_sums: bool
 
+    @property
+    def complete(self) -> bool:
+        """True where each token gets k experts."""
+        return self.mask is None and self.indices is None
+
 
 class Gradients(NamedTuple):
     """Gradients of the results of a call; None for 0.

@@ -120,7 +120,8 @@ def route(x: Array, operands: Values, rule: Rule, counts: bool, prob_sums: bool,
     if "mask" in operands:
         indices = jnp.where(operands["mask"][..., None], indices, -1)
     # It is computed again in the gradient, which then keeps nothing but the operands.
-    weights, p, lse = jax.checkpoint(partial(_results, rule, prob_sums))(x, bias, indices)
+    complete = not {"mask", "indices"} & operands.keys()
+    weights, p, lse = jax.checkpoint(partial(_results, rule, prob_sums, complete))(x, bias, indices)
     sequences, tokens = sizes_of(x.shape)
     counted, sums, whole = None, None, None
     of_sequences = (*x.shape[:-2], rule.experts)
@@ -139,11 +140,11 @@ def route(x: Array, operands: Values, rule: Rule, counts: bool, prob_sums: bool,
 
 
 def _results(
-    rule: Rule, prob_sums: bool, x: Array, bias: Array | None, indices: Array
+    rule: Rule, prob_sums: bool, complete: bool, x: Array, bias: Array | None, indices: Array
 ) -> tuple[Array, Array | None, Array]:  # fmt: skip
     """Weights, prob_sums and lse."""
     of = formulas.Functions(namespace(x), jnp.sqrt, jnp.log1p, jax.lax.stop_gradient, _take)
-    found = formulas.results_of(of, x, bias, indices, rule, prob_sums)
+    found = formulas.results_of(of, x, bias, indices, rule, prob_sums, complete)
     if found.probabilities is None:
         return found.weights, None, found.lse
     sums = found.probabilities if x.ndim == 1 else found.probabilities.sum(-2)
