@@ -31,7 +31,14 @@ CONSOLE = re.compile(r"^```console\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 DIFF = re.compile(r"^```diff\n\+\+\+ (\S+)\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 
 
-NEEDED = {"losses": "triton", "jax": "jax", "models": "transformers", "sampling": "torch jax", "routing": "torch jax"}
+NEEDED = {
+    "losses": "triton",
+    "jax": "jax",
+    "models": "transformers",
+    "sampling": "torch jax",
+    "routing": "torch jax",
+    "moving": "torch jax",
+}
 """The packages without which the code of a page cannot run; torch for the other pages."""
 
 
@@ -62,6 +69,7 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
     [
         "index",
         "start",
+        "moving",
         "tour",
         "state",
         "strategies",
