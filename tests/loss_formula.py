@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pairs import with_every_pair
+
 Array = NDArray[Any]
 
 
@@ -133,21 +135,9 @@ def expected_tokens(
 
 def pairs(choices: dict[str, tuple[Any, ...]], seed: int) -> list[dict[str, Any]]:
     """Combinations in which every pair of values of two options occurs with every reduction."""
-    generator = random.Random(seed)
-    wanted = {
-        frozenset({("reduction", reduction), (a, i), (b, j)})
-        for a, b in itertools.combinations(choices, 2)
-        for i, j in itertools.product(range(len(choices[a])), range(len(choices[b])))
-        for reduction in range(len(choices["reduction"]))
-        if "reduction" not in (a, b)
-    }
-    found = []
-    while wanted:
-        one = dict(generator.choice(sorted(map(sorted, wanted))))
-        one = {name: one.get(name, generator.randrange(len(values))) for name, values in choices.items()}
-        wanted -= {
-            frozenset({("reduction", one["reduction"]), (a, one[a]), (b, one[b])})
-            for a, b in itertools.combinations(choices, 2)
-        }
-        found.append({name: values[one[name]] for name, values in choices.items()})
-    return found
+    every = list(itertools.product(*(range(len(values)) for values in choices.values())))
+    # Each three values occur many times in a sample of this size.
+    some = random.Random(seed).sample(every, min(1000, len(every)))
+    reduction = list(choices).index("reduction")
+    chosen = with_every_pair(some, lambda one: [(*option, one[reduction]) for option in enumerate(one)])
+    return [{name: values[i] for (name, values), i in zip(choices.items(), one, strict=True)} for one in chosen]
