@@ -20,11 +20,12 @@ from onlinesoftmax.lab.bench.routing.run import make_logits, run_gates
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("gate", GATES)
 def test_every_way_on_a_cpu_is_right(gate: str, gradient: bool) -> None:
-    cases = [RouteCase("route", (64, 40), 1, dtype, (), gradient, "", gate) for dtype in ("float32", "bfloat16")]
-    for found in run_gates(cases, [OursGate("cpu"), TorchGate("cpu")], CPU, 1):
-        assert set(found.yardsticks) == {"one read"}
-        assert [(result.who, result.reason) for result in found.results if result.status != "ok"] == []
-        assert all(result.of_read is not None and result.of_read > 0 for result in found.results)
+    dtype = ("float32", "bfloat16")[([*GATES].index(gate) + gradient) % 2]
+    case = RouteCase("route", (64, 40), 1, dtype, (), gradient, "", gate)
+    (found,) = run_gates([case], [OursGate("cpu"), TorchGate("cpu")], CPU, 1)
+    assert set(found.yardsticks) == {"one read"}
+    assert [(result.who, result.reason) for result in found.results if result.status != "ok"] == []
+    assert all(result.of_read is not None and result.of_read > 0 for result in found.results)
 
 
 def test_wrong_results_are_named() -> None:
