@@ -37,8 +37,8 @@ def test_a_quick_suite_has_every_kind_of_case_in_few_elements(name: str) -> None
     assert kinds(quick) <= kinds(whole)
     if whole.measures in ("device time", "sharded time"):
         assert kinds(quick) == kinds(whole)
-    # The cells of sampling are kinds by what is asked for.
-    assert len(quick.entries) <= max(6, len({e.more for e in whole.entries}))
+    # The cells of sampling and routing are kinds by what is asked for, alone and with a gradient.
+    assert len(quick.entries) <= max(6, len({(e.more, e.with_gradient) for e in whole.entries}))
     assert max(case.elements for case in cases(quick)) <= 1 << 22 or name == "rows1024"
     assert quick.repeat_ms <= 50
     assert (quick.dtypes, quick.measures, quick.excluded) == (whole.dtypes, whole.measures, whole.excluded)
