@@ -372,7 +372,7 @@ def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)
 
 
-SIZES = re.compile(r"\b(THREADS|FEW|CAPACITY|SPREAD|MOST_(?:ABOVE|BETWEEN|CANDIDATES|RIVALS)) = (\d+)\b")
+SIZES = re.compile(r"\b(THREADS|FEW|CAPACITY|SPREAD|MOST_(?:ABOVE|BETWEEN|CANDIDATES|RIVALS|SORTED)) = (\d+)\b")
 """Threads of a block that samples, and lengths of its lists."""
 
 

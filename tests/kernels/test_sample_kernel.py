@@ -158,19 +158,35 @@ def test_a_list_that_overflows_does_not_hide_the_rest_of_the_slice(folder: Path)
         check(x, 1, folder, 2, seed=torch.arange(3), **filters)
 
 
+def test_more_equal_scores_than_a_list_can_sort(folder: Path) -> None:
+    # The blocks have room for their keys, and block 0 for all, but not for the next power of two.
+    for temperature in (0.0, 1.0):
+        check(torch.zeros(1, 9_600), 8, folder, 3, seed=torch.tensor([1]), top_k=50, temperature=temperature)
+
+
+def test_a_block_of_masked_tokens(folder: Path) -> None:
+    # It has no threshold for the others, and no sum of masses.
+    x = torch.randn(2, 24_000, generator=torch.Generator().manual_seed(7))
+    x[0, :12_000], x[1, 12_000:] = -torch.inf, -torch.inf
+    for filters in ({"top_k": 50}, {"top_p": 0.9}):
+        check(x, 2, folder, 0, seed=torch.arange(2), **filters)
+
+
 def test_few_rows_have_many_blocks() -> None:
     hopper, ampere, ada = (KNOWN[name] for name in ("h100", "a100", "l4"))
 
     def cut(rows: int, cols: int, device: Device, aligned: bool = True) -> tuple[int, ...]:
         shape = source.shape_of(rows, cols, "float32", aligned, device)
         assert shape is not None
-        assert shape.dynamic_bytes + source.DECLARED_BYTES <= device.shared_memory
+        assert shape.dynamic_bytes + source.declared_bytes(shape.cluster) <= device.shared_memory
         return shape.cluster, shape.threads, shape.resident, shape.tiles
 
     assert cut(1, 128256, hopper) == (8, 512, 1, 4)
     assert cut(1, 128256, hopper, aligned=False) == (8, 512, 1, 0)
     assert cut(64, 128256, hopper) == (2, 512, 1, 0)
     assert cut(1024, 128256, hopper) == (1, 512, 2, 0)
+    # Two blocks of a cluster of 8 do not fit the shared memory of a multiprocessor.
+    assert cut(20, 128256, hopper) == (4, 512, 1, 0)
     assert cut(1, 1 << 20, ampere) == (1, 512, 1, 0)
     assert cut(1, 100, ada) == (1, 256, 1, 1)
     assert source.shape_of(1, 100, "float32", True, replace(ada, shared_memory=48 << 10)) is None

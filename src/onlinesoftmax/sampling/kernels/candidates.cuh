@@ -3,14 +3,15 @@
 // A block inserts the tokens of its slice that reach a threshold, which at least the wanted number of tokens of the row
 // reach.  A list that grows too long is cut to the wanted number of tokens, which raises the threshold.
 
-// Threads look every second tile whether the list is too long.
+// Where keys are wanted, threads look every second tile whether the list is too long.
 static_assert(CAPACITY == FEW + 2 * TILE, "room for two tiles");
 
 // Shared by the threads of a block.
 struct Board {
     unsigned count;          // keys in the list
     float threshold;         // no token below it is inserted, but NaN
-    unsigned peak, trough;   // words of the largest score so far, and of the least of the first tile, inverted
+    unsigned peak;           // the word of the largest score so far; later, of another number
+    unsigned trough;         // the inverted word of the least score above -inf of the first tile
     unsigned counts[2];      // keys in other lists
     unsigned of_warps[2][WARPS];
 };
@@ -83,7 +84,7 @@ __device__ inline void compact(uint64* list, unsigned least, Board* board) {
     __syncthreads();
 }
 
-// Cuts a list, in which n or more keys reach the threshold, to its n largest keys, and those near or equal to the last; `most`
+// Cuts a list of n or more keys to its n largest keys, and those near or equal to the last; `most`
 // is the score word of the largest.  Returns how many are left: board->count may have grown by then.
 __device__ __noinline__ int cut(uint64* list, int n, unsigned most, Slice slice, Board* board) {
     Range range{word_of(board->threshold), most, 0, 0};
@@ -94,4 +95,38 @@ __device__ __noinline__ int cut(uint64* list, int n, unsigned most, Slice slice,
     if (threadIdx.x == 0) board->threshold = fmax(finite_score(range.low), board->threshold);
     __syncthreads();
     return count;
+}
+
+// A thread's view of the slice: the largest score; whether there is NaN; whether the list is complete.
+struct Reading { float peak; bool bad, fits; };
+
+// Lists the candidates of a slice that shared memory holds, with a threshold that is good for all of it: most threads have no
+// token that reaches it, not even their largest, `peak`.  The list is empty where it does not fit.
+__device__ __noinline__ Reading list_held(int wanted, Slice slice, uint64* list, Board* board, float peak, bool bad) {
+    Reading reading{peak, bad, true};
+    const float threshold = board->threshold;
+    if (!(peak < threshold))
+#pragma unroll 1
+        for (int tile = 0; tile < slice.count; tile += TILE) {
+            Tiles tiles;
+            tiles.take(slice, tile);
+            unsigned hits = 0;
+#pragma unroll
+            for (int i = 0; i < OWN_TOKENS; ++i) hits |= unsigned(tiles.score(i) >= threshold) << i;
+#pragma unroll 1
+            for (; hits; hits &= hits - 1) {
+                const int token = tile + Tiles::token(__ffs(hits) - 1);
+                // The registers cannot be indexed.
+                const float x = wide(slice.held[token / VECTOR], token % VECTOR);
+                append(list, CAPACITY, &board->count, key_of(x, unsigned(slice.begin + token)));
+            }
+        }
+    __syncthreads();
+    // There are more keys where many are equal, and where a block has so few tokens above -inf that the threshold is none.
+    const unsigned count = board->count;
+    reading.fits = count <= CAPACITY && (count <= FEW || cut(list, wanted, ~0u, slice, board) <= FEW);
+    __syncthreads();
+    if (threadIdx.x == 0 && !reading.fits) board->count = 0;
+    __syncthreads();
+    return reading;
 }

@@ -24,7 +24,7 @@ __device__ inline unsigned bits_reached(unsigned own, int n, int bits) {
     return found;
 }
 
-// Sorts a list from its largest key on; there is room for the next power of two of keys.
+// Sorts a list from its largest key on; it is filled up to a power of two, for which there must be room.
 __device__ __noinline__ void sort(uint64* list, int count) {
     const int thread = threadIdx.x;
     int size = 32;

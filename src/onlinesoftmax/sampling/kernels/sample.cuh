@@ -55,9 +55,6 @@ __device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
 // those of the blocks before this one, for candidates and for rivals; the largest score of the first tiles.
 struct Seen { bool fits; uint64 count, offset, rivals, rivals_offset; float peak; };
 
-// A thread's view of the slice: the largest score; whether there is NaN; whether the list is complete.
-struct Reading { float peak; bool bad, fits; };
-
 // Reads the tiles of a slice, of which the first one is in a cache.  Of rows without top_k, it COUNTS the scores.
 template <bool COUNTS>
 __device__ __noinline__ Reading read_slice(
@@ -123,33 +120,6 @@ __device__ __noinline__ Reading read_slice(
     return reading;
 }
 
-// As read_slice, for a slice in shared memory, and a threshold that holds for all of it: most threads have `peak` below it.
-__device__ __noinline__ Reading list_held(int wanted, Slice slice, uint64* list, Board* board, float peak, bool bad) {
-    Reading reading{peak, bad, true};
-    const float threshold = board->threshold;
-    if (!(peak < threshold))
-#pragma unroll 1
-        for (int tile = 0; tile < slice.count; tile += TILE) {
-            Tiles tiles;
-            tiles.take(slice, tile);
-            unsigned hits = 0;
-#pragma unroll
-            for (int i = 0; i < OWN_TOKENS; ++i) hits |= unsigned(tiles.score(i) >= threshold) << i;
-#pragma unroll 1
-            for (; hits; hits &= hits - 1) {
-                const int token = tile + Tiles::token(__ffs(hits) - 1);
-                // The registers cannot be indexed.
-                const float x = wide(slice.held[token / VECTOR], token % VECTOR);
-                append(list, CAPACITY, &board->count, key_of(x, unsigned(slice.begin + token)));
-            }
-        }
-    __syncthreads();
-    // More keys than there is room for are equal, or nearly.
-    reading.fits = board->count <= CAPACITY;
-    if (reading.fits && board->count > FEW) reading.fits = cut(list, wanted, ~0u, slice, board) <= FEW;
-    return reading;
-}
-
 // Reads the slice: lists the tokens that can be among the wanted ones, and finds the largest score.  Of rows without top_k,
 // counts the scores, and lists the rivals.
 __device__ inline void first_pass(
@@ -175,7 +145,7 @@ __device__ inline void first_pass(
     const bool counts = row.by_mass;
 
     // A threshold: in each block, wanted / CLUSTER of the threads have a token that reaches it, in the first tile or in all.
-    const bool whole = HELD && !counts && wanted <= CLUSTER * THREADS / 2;
+    const bool whole = HELD && !counts && wanted && wanted <= CLUSTER * THREADS / 2;
     float peak = -INF, trough = INF;
     bool bad = false;
     if (HELD) wait_groups(0);
@@ -206,7 +176,7 @@ __device__ inline void first_pass(
         slice.share(sample, [&](const uint64* words, int) {
             least = max(least, unsigned(words[0] >> 32)), trough = max(trough, unsigned(words[1] >> 32));
             const float its = score_of_word(unsigned(words[0])), most = fmax(largest, its);
-            if (most > -INF && counts)
+            if (its > -INF && counts)   // a block without such a token has no sum
                 sum = sum * power_of_two((largest - most) * row.rate)
                     + __uint_as_float(unsigned(words[1])) * power_of_two((its - most) * row.rate);
             largest = most;
@@ -223,10 +193,10 @@ __device__ inline void first_pass(
     if (thread == 0 && wanted) board->threshold = finite_score(~unsigned(sample[0] >> 32));
     __syncthreads();
 
-    Reading reading;
+    Reading reading{peak, bad, false};
     if (whole) reading = list_held(wanted, slice, list, board, peak, bad);
-    else if (counts) reading = read_slice<true>(row, slice, spread, rivals, list, board, peak);
-    else reading = read_slice<false>(row, slice, spread, rivals, list, board, peak);
+    if (counts) reading = read_slice<true>(row, slice, spread, rivals, list, board, peak);
+    else if (!reading.fits) reading = read_slice<false>(row, slice, spread, rivals, list, board, peak);
     raise(&board->peak, word_of(reading.peak));
     bad = __syncthreads_or(reading.bad);
     const bool fits = reading.fits;
@@ -366,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
 
     first_pass(p, row, slice, spread, rivals, list, &board, seen);
     if (row.valid) {
-        bool done = seen.fits && seen.count <= (row.by_mass ? FEW : CAPACITY) && seen.count >= p.top;
+        bool done = seen.fits && seen.count <= (row.by_mass ? FEW : MOST_SORTED) && seen.count >= p.top;
         if (done && !row.by_mass) choose_from_lists(row, slice, seen, p.raw, list, &board, result);
         else if (done) done = add_masses(row, slice, seen, int(p.top), p.raw, spread, rivals, list, &board, sums, result);
         // Words of blocks may still be read: the buffers begin again.

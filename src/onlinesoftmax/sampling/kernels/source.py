@@ -43,9 +43,6 @@ RESIDENT_THREADS = 1024
 
 _FEW, _SPREAD, _MOST_ABOVE, _MOST_RIVALS = 2048, 1024, 512, 1024
 
-DECLARED_BYTES = 24_576
-"""More than the bytes of shared memory that the kernel declares beside `dynamic_bytes`."""
-
 OVERHEAD = 8192
 """Tokens that a block reads in the time of its other work, about."""
 
@@ -93,6 +90,16 @@ def _capacity(threads: int) -> int:
     return _FEW + 2 * threads * TOKENS
 
 
+def _most_sorted(threads: int) -> int:
+    """Keys that a list has room to sort: the sort fills it up to a power of two."""
+    return 1 << _capacity(threads).bit_length() - 1
+
+
+def declared_bytes(cluster: int) -> int:
+    """More than the bytes of shared memory that the kernel declares: words for the blocks of a cluster, and others."""
+    return 5632 + 2176 * cluster
+
+
 def list_bytes(threads: int) -> int:
     """Shared memory for the lists of sort keys, and for counts of scores."""
     return 8 * (_capacity(threads) + _MOST_RIVALS + _MOST_ABOVE) + 4 * _SPREAD
@@ -106,18 +113,20 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
         dtype, aligned: As for `Shape`.
         device: Where the kernel is to run.
     """
-    threads = next((n for n in _THREADS if list_bytes(n) + DECLARED_BYTES <= device.shared_memory), None)
+    threads = next((n for n in _THREADS if list_bytes(n) + declared_bytes(MOST_BLOCKS) <= device.shared_memory), None)
     if threads is None:
         return None
-    resident = RESIDENT_THREADS // threads
-    best, least = None, math.inf
+    best, resident, least = None, 1, math.inf
     for cluster in (1, 2, 4, MOST_BLOCKS) if device.compute_capability >= (9, 0) else (1,):
-        # An H100 has places for 264 blocks, but only 62 clusters of 4 and 30 of 8: each lies in a part of the device.
-        places = int(resident * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
+        # The system takes 1 KB of shared memory for each block.
+        held = (device.shared_memory + 1024) // (list_bytes(threads) + declared_bytes(cluster) + 1024)
+        blocks = min(RESIDENT_THREADS // threads, held)
+        # An H100 has places for 264 blocks, but only 62 clusters of 4: each lies in a part of the device.
+        places = int(blocks * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
         # The clusters take turns.  Each has work that does not depend on its tokens.
         cost = -(-rows // max(places, 1)) * (slice_of(cols, cluster) + OVERHEAD)
         if cost < least and rows * cluster < 1 << 31:
-            best, least = cluster, cost
+            best, resident, least = cluster, blocks, cost
     if best is None:
         return None
     if rows * best > device.multiprocessors:
@@ -125,7 +134,7 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
     # A block that has a multiprocessor to itself takes more registers, and the rest of its shared memory.
     tiles = -(-slice_of(cols, best) // (TOKENS * threads))
     held = Shape(dtype, best, threads, 1, aligned, tiles)
-    fits = aligned and held.dynamic_bytes + DECLARED_BYTES <= device.shared_memory
+    fits = aligned and held.dynamic_bytes + declared_bytes(best) <= device.shared_memory
     return held if fits else held._replace(tiles=0)
 
 
@@ -140,6 +149,7 @@ def prologue(shape: Shape) -> str:
     numbers = {
         "THREADS": shape.threads, "CLUSTER": shape.cluster, "RESIDENT": shape.resident, "ALIGNED": shape.aligned,
         "HELD": shape.tiles > 0, "MOST_CANDIDATES": MOST_TOP, "FEW": _FEW, "CAPACITY": _capacity(shape.threads),
+        "MOST_SORTED": _most_sorted(shape.threads),
         "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE, "MOST_RIVALS": _MOST_RIVALS,
     }  # fmt: skip
     return constants_of(shape.dtype, numbers)
