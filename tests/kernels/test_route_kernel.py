@@ -145,6 +145,20 @@ def test_16_bit_logits_and_ties(dtype: torch.dtype, experts: int, folder: Path) 
     check(a_call(x[:, 1:], 3, 4), folder, 1)
 
 
+def test_scores_whose_sum_has_no_finite_reciprocal(folder: Path) -> None:
+    call = a_call(torch.full((24, 8), -95.0), 2, score="sigmoid")
+    check(call, folder)
+    sums = torch.linspace(-1, 1, 8).unsqueeze(0)
+    found = reference.found_at(call, reference.choose(call))
+    # A probability is s / sum, so its derivative is s (dp - mean of dp) / sum, with slopes that are the scores.
+    near(simulated_gradient(call, found, Gradients(None, sums, None), folder), (sums - sums.mean()).expand(24, 8) / 8)
+
+
+def test_the_largest_logit_may_be_in_a_group_that_is_left_out(folder: Path) -> None:
+    x = torch.tensor([[100.0, -95.0, 6.0, 5.0]]).repeat(8, 1)
+    check(a_call(x, 2, order="topk_first", groups=2, group_k=1), folder)
+
+
 @pytest.mark.parametrize(("score", "renormalize"), [("softmax", True), ("sqrtsoftplus", False)])
 def test_given_experts(score: str, renormalize: bool, folder: Path) -> None:
     x, generator = logits(30, 64), torch.Generator().manual_seed(1)

@@ -149,12 +149,13 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
                 }
                 sum = fold_team<Sum>(sum, board), total = fold_team<Sum>(total, board);
             }
-            const float inverse = SCORE == Score::IDENTITY ? 1 : sum == 0 ? 0 : 1 / sum;
-            total *= SCORE == Score::IDENTITY ? 0 : inverse;
+            const float up = SCORE == Score::IDENTITY ? 1 : scale_up(sum);
+            const float inverse = SCORE == Score::IDENTITY ? 1 : sum == 0 ? 0 : 1 / (sum * up);
+            total = SCORE == Score::IDENTITY ? 0 : total * up * inverse;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const float p = z[i] == -INF || !SOFTMAX ? 0 : term_of(z[i], m) * factor;
-                z[i] = z[i] == -INF ? 0 : p + slope(z[i]) * (dp[i] - total) * inverse;
+                z[i] = z[i] == -INF ? 0 : p + slope(z[i]) * up * (dp[i] - total) * inverse;
             }
         }
         if (!valid) {

@@ -5,7 +5,7 @@
 // Bytes:      one read of the logits; 8 * k + 4 bytes written for a token.
 // Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts.
 //
-// The blocks of a sequence add counts, and probabilities in units of a power of two, to words as whole numbers, so
+// The blocks of a sequence add whole numbers to words of memory: counts, and probabilities in units of a power of two.  So
 // their order does not matter.
 
 // Writes the results of a token that is `inside` its sequence, and counts its experts.  Returns true if it is valid.
@@ -31,7 +31,7 @@ __device__ inline bool write_token(
         valid = fold_team<Maximum>(any, board) > 0 && valid;
     }
     float shift = m;
-    if (OF_CHOSEN && (REPLAY || HAS_BIAS)) {
+    if (OF_CHOSEN && (REPLAY || HAS_BIAS || GROUPED)) {   // the largest logit may not be chosen
         float peak = -INF;
         chosen.each([&](const Chosen& one, int) { peak = one.excluded ? peak : fmax(peak, one.x); });
         shift = shift_of(fold_team<Maximum>(peak, board));
@@ -66,7 +66,7 @@ __device__ inline void add_probabilities(
         sum = fold_team<Sum>(part, board);
     }
     if (!valid) return;
-    const float factor = 1 / (sum == 0 ? 1 : sum);
+    const float up = scale_up(sum), factor = 1 / (sum == 0 ? 1 : sum * up);
     if (SCORE == Score::SOFTMAX && factor > 0) {
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) sums[i] = fma(z[i], factor, sums[i]);
@@ -81,7 +81,7 @@ __device__ inline void add_probabilities(
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (SCORE == Score::SOFTMAX && items >> i & 1) sums[i] += z[i] * factor;
-        if (SCORE != Score::SOFTMAX && items >> i & 1 && z[i] != -INF) sums[i] += score(z[i]) * factor;
+        if (SCORE != Score::SOFTMAX && items >> i & 1 && z[i] != -INF) sums[i] += score(z[i]) * up * factor;
     }
 }
 
@@ -124,7 +124,7 @@ __device__ inline void write_sums(
     const auto word_of_item = [&](int item) {
         if (COUNTS && item < experts) return uint64(counts[item]);
         const float sum = sum_of(item - COUNTS * experts);
-        return sum == sum ? __float2ull_rn(sum * unit) : NAN;
+        return sum - sum == 0 ? __float2ull_rn(sum * unit) : NAN;   // for an infinite sum too
     };
     const auto write_item = [&](int item, uint64 all) {
         if (COUNTS && item < experts) {

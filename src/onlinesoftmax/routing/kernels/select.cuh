@@ -1,13 +1,13 @@
 // The choice of the K experts of each token with the largest keys; of equal keys, the lower expert.
 //
 // A threshold is found that at least k keys reach, and hardly more.  The experts that reach it make a list, which is
-// sorted.  For few experts a token, the threshold is the k-th largest maximum of groups of keys; for many, it is found
-// bit by bit, and so are those among equal keys that a list has no room for.
+// sorted.  For small k, the threshold is the k-th largest maximum of groups of keys; for large k, it is found bit by
+// bit, and so are those among equal keys that a list has no room for.
 
 struct Route {
     const X* x; const float* bias; const unsigned char* mask; const int* given;
     float* weights; int* indices; float* lse; int* counts; float* prob_sums;
-    uint64* words;                     // between calls, all are 0
+    uint64* words;                     // where blocks add their counts and sums; between calls, all are 0
     int64 stride, tokens, experts;     // tokens of a sequence
     int64 parts;                       // blocks of a sequence
     int64 groups, group_k, group_top, group_inverse;
@@ -37,8 +37,7 @@ __device__ inline unsigned add_above(unsigned rank, uint64 a, uint64 own) {
     return rank + (unsigned((own - a) >> 32) >> 31);
 }
 
-// mask * 2 + (x < t), for t > -inf; a NaN is not below t.  The difference of two float32 numbers has the right sign, 0
-// apart: -0 - 0 is -0.
+// mask * 2 + (x < t), for t > -inf but 0; a NaN is not below t.  The sign of x - t is right, but -0 - 0 is -0.
 __device__ inline unsigned shift_in_below(unsigned mask, float x, float t) {
     return __funnelshift_r(__float_as_uint(x - t), mask, 31);
 }
@@ -64,7 +63,8 @@ __device__ inline void sort_heads(float (&heads)[HEADS]) {
     }
 }
 
-// The K-th largest of the HEADS maxima of each lane's items; -inf if there are fewer.  `largest` becomes the first one.
+// The K-th largest of the HEADS maxima of each lane's items, equal ones of several lanes counted once; -inf if there are
+// fewer.  `largest` becomes the first one.
 __device__ inline float threshold_of(const float (&keys)[ITEMS], Board& board, float& largest) {
     float heads[HEADS];
 #pragma unroll
@@ -92,7 +92,7 @@ __device__ inline unsigned items_by_maxima(
 ) {
     float t = threshold_of(keys, board, largest);
     if (!(t > -INF)) return items;
-    if (t == 0) t = -1e-45f;
+    if (t == 0) t = -1e-45f;   // shift_in_below takes no 0; no float32 number lies between
     unsigned below = 0;
 #pragma unroll
     for (int i = ITEMS - 1; i >= 0; --i) below = shift_in_below(below, keys[i], t);

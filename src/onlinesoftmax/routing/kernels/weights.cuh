@@ -38,7 +38,10 @@ template <class Load> struct ChosenExperts {
     }
 };
 
-// The score of a logit, up to rounding errors, but of softmax.
+// The factor for scores before they are divided by their sum: the reciprocal of the least sums would be infinite.
+__device__ inline float scale_up(float sum) { return sum < 1e-30f ? 0x1p100f : 1; }
+
+// The score of a logit, up to rounding errors; not for softmax, whose scores need the whole row.
 __device__ inline float score(float x) {
     if (SCORE == Score::IDENTITY) return x;
     const float t = exp(-fabs(x));

@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_kernel(co
         const int64 index = begin + row_of_group(group, warp, d);
         const CallConstants call = operands[d].with_scale(of_call);
         const Cursor at = skip(p, row[d].begin, lane);
-        // A row past the last has the elements that an earlier block has left in shared memory; nothing is written of it.
+        // A row past the last has whatever is in shared memory; nothing is written of it.
         Slice<CHUNKS, LANES, false, TERMS> slice;
         slice.load(p, row[d], at, left);
         slice.score(p, row[d], at, left, call);
