@@ -119,8 +119,8 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
     best, resident, least = None, 1, math.inf
     for cluster in (1, 2, 4, MOST_BLOCKS) if device.compute_capability >= (9, 0) else (1,):
         # The system takes 1 KB of shared memory for each block.
-        held = (device.shared_memory + 1024) // (list_bytes(threads) + declared_bytes(cluster) + 1024)
-        blocks = min(RESIDENT_THREADS // threads, held)
+        together = (device.shared_memory + 1024) // (list_bytes(threads) + declared_bytes(cluster) + 1024)
+        blocks = min(RESIDENT_THREADS // threads, together)
         # An H100 has places for 264 blocks, but only 62 clusters of 4: each lies in a part of the device.
         places = int(blocks * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
         # The clusters take turns.  Each has work that does not depend on its tokens.
