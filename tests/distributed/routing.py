@@ -28,15 +28,20 @@ def everything(*_: int) -> None:
     # The first process has a token of each sequence less, and the last one more.
     begin, end = TOKENS * rank - (rank > 0), TOKENS * (rank + 1) - 1 + (rank == size - 1)
 
-    def losses(x: torch.Tensor, **group: Any) -> tuple[torch.Tensor, ...]:
+    def losses(x: torch.Tensor, kinds: Any = ("switch", "sequence"), **group: Any) -> tuple[torch.Tensor, ...]:
         found = osm.route(x @ weight, 2, score="sigmoid", prob_sums=True)
-        kinds = [osm.load_balancing_loss(found, kind, **group) for kind in ("switch", "sequence")]
-        return *kinds, osm.router_z_loss(found, **group)
+        return *(osm.load_balancing_loss(found, kind, **group) for kind in kinds), osm.router_z_loss(found, **group)
 
     for part, whole in zip(losses(x[:, begin:end], group=dist.group.WORLD), losses(x), strict=True):
         torch.testing.assert_close(mean_of_processes(part.detach()), whole.detach())
         ours, wanted = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in (part, whole))
         torch.testing.assert_close(mean_of_processes(ours), wanted)
+
+    # The last process has two sequences, and the others one.
+    sequences = torch.randn(size + 1, TOKENS, 8, generator=random, dtype=torch.float64).to(device())
+    own = losses(sequences[rank : rank + 1 + (rank == size - 1)], kinds=("switch",), group=dist.group.WORLD)
+    for part, whole in zip(own, losses(sequences, kinds=("switch",)), strict=True):
+        torch.testing.assert_close(mean_of_processes(part.detach()), whole.detach())
 
     router = osm.nn.Router(8, EXPERTS, 2, correction=True, dtype=torch.float64, device=device())
     router.weight.data.copy_(weight.detach().T)

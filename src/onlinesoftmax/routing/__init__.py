@@ -140,9 +140,9 @@ def load_balancing_loss(
         kind: "switch" for one loss over the tokens of all sequences; "sequence" for the mean of the losses of the
             sequences, of logits (sequences, tokens, E).
         group: Process group whose processes have other tokens of the batch, or, for "sequence", other tokens of the
-            same sequences.  Its counts are added up, and each process gets its share: the mean of the losses of the
-            processes is the loss of all tokens, so that the mean of their gradients is its gradient, as
-            DistributedDataParallel takes it.
+            same sequences; leave it out where they have other sequences, as many each.  Its counts are added up, and
+            each process gets its share: the mean of the losses of the processes is the loss of all tokens, so that the
+            mean of their gradients is its gradient, as DistributedDataParallel takes it.
 
     Returns:
         A scalar, differentiable in the logits; 0 without a token.
@@ -202,9 +202,10 @@ def total(counts: Any, group: Any) -> tuple[Any, int]:
         return counts, 1
     import torch.distributed as dist
 
-    counts = counts.clone()
-    dist.all_reduce(counts, group=group)
-    return counts, dist.get_world_size(group)
+    # The counts of one sequence are int32, and sums over several are int64: processes may have either.
+    found = counts.long().clone()
+    dist.all_reduce(found, group=group)
+    return found.to(counts.dtype), dist.get_world_size(group)
 
 
 def _modules(function: str, logits: Any) -> tuple[Any, Any]:
