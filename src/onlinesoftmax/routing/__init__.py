@@ -184,7 +184,7 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
         >>> router_z_loss(route(torch.zeros(3, 4), 1))
         tensor(1.9218)
     """
-    return losses.router_z_loss(routed, lambda counts: total(counts, group), _fused_of(routed))
+    return losses.router_z_loss(routed, lambda counts: total(counts, group, together=True), _fused_of(routed))
 
 
 def _fused_of(routed: Any) -> losses.Fused | None:
@@ -196,14 +196,19 @@ def _fused_of(routed: Any) -> losses.Fused | None:
     return loss_run.fused
 
 
-def total(counts: Any, group: Any) -> tuple[Any, int]:
-    """The counts of all processes of a group, and the number of processes."""
+def total(counts: Any, group: Any, together: bool = False) -> tuple[Any, int]:
+    """The counts of all processes of a group, and the number of processes.
+
+    With `together`, those of all sequences, of which processes may have different numbers.
+    """
     if group is None:
         return counts, 1
     import torch.distributed as dist
 
     # The counts of one sequence are int32, and sums over several are int64: processes may have either.
     found = counts.long().clone()
+    if together and found.ndim > 1:
+        found = found.flatten(0, -2).sum(0)
     dist.all_reduce(found, group=group)
     return found.to(counts.dtype), dist.get_world_size(group)
 

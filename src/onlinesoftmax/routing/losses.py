@@ -47,9 +47,7 @@ def load_balancing_loss(routed: Any, kind: Any, total: Total, fused: Fused | Non
 def router_z_loss(routed: Any, total: Total, fused: Fused | None = None) -> Array:
     """The loss, as the public functions describe it."""
     _check("router_z_loss()", routed)
-    lse, counts = routed.lse, routed.counts
-    # Processes may have different numbers of sequences.
-    counts, parts = total(counts.reshape(-1, counts.shape[-1]).sum(0) if counts.ndim > 1 else counts)
+    lse, (counts, parts) = routed.lse, total(routed.counts)
     factor = routed.weights.shape[-1] * parts
     if fused is not None and (found := fused(lse, counts, factor, True)) is not None:
         return found
