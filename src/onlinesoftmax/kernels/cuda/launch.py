@@ -5,7 +5,7 @@ A kernel has one parameter, the struct `Params`, which params.py lays out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -180,3 +180,24 @@ def _default_stream_words(use: int | str, count: int, value: int, index: int) ->
 
 _WORDS: dict[tuple[int | str, int, int, int], torch.Tensor] = {}
 """Results of `words_of_stream`."""
+
+
+def argument_pool(
+    text: str, name: str, pointers: int, numbers: Sequence[int], blocks: int, threads: int, dynamic: int
+) -> driver.ArgumentPool:
+    """Arguments of launches of a kernel whose parameter has pointers, which each call fills in, and then `numbers`.
+
+    Args:
+        text, name: Source and name of the kernel.
+        pointers: Number of its pointers.
+        numbers: What follows them, in all calls.
+        blocks, threads, dynamic: Blocks, threads of each, and bytes of its dynamic shared memory.
+    """
+
+    def new_call(index: int) -> driver.Arguments:
+        config = driver.launch_config(blocks, 1, threads, dynamic, 1, False)
+        call = driver.Arguments(bytes(8 * (pointers + len(numbers))), config, loaded(text, name, index, dynamic, 1))
+        call.fields[pointers:] = list(numbers)
+        return call
+
+    return driver.ArgumentPool(new_call)

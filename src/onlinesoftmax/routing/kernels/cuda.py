@@ -9,13 +9,13 @@ import torch
 
 from ...core.device import Device
 from ...kernels.cuda import driver
-from ...kernels.cuda.launch import loaded, words_of_stream
+from ...kernels.cuda.launch import argument_pool, words_of_stream
 from ...sampling.kernels.choice import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
 from ..rules import Call, Rule, Score
-from .source import MOST_TOKENS, NAME, NUMBERS, POINTERS, Shape, dynamic_bytes, numbers_of, parts_of, shape_of, source
+from .source import MOST_TOKENS, NAME, POINTERS, Shape, dynamic_bytes, numbers_of, parts_of, shape_of, source
 
 Tensor = torch.Tensor
 
@@ -123,14 +123,7 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
     words = 1 << (words - 1).bit_length() if words else 0
     stream_of, launch = torch._C._cuda_getCurrentRawStream, driver.library().cuLaunchKernelEx
 
-    def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(sequences * parts, 1, shape.threads, dynamic, 1, False)
-        kernel = loaded(source(shape), NAME, index, dynamic, 1)
-        call = driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
-        call.fields[len(POINTERS) :] = list(numbers)
-        return call
-
-    pool = driver.ArgumentPool(new_call)
+    pool = argument_pool(source(shape), NAME, len(POINTERS), numbers, sequences * parts, shape.threads, dynamic)
 
     def run(x: Tensor, bias: Tensor | None, mask: Tensor | None, indices: Tensor | None) -> Routed:
         if torch.cuda.current_device() != index:

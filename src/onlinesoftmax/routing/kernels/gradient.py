@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ...kernels.cuda import driver
-from ...kernels.cuda.launch import loaded
+from ...kernels.cuda.launch import argument_pool
 from ...kernels.cuda.source import program
 from ...sampling.kernels.choice import refusal
 from ...torch.device import from_torch
@@ -145,14 +145,7 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
     parts = max(1, min(-(-tokens // shape.teams), places // sequences))
     numbers, dynamic = numbers_of(rule, stride, tokens, parts), shape.dynamic_bytes
 
-    def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(sequences * parts, 1, shape.threads, dynamic, 1, False)
-        kernel = loaded(source(shape), NAME, index, dynamic, 1)
-        call = driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
-        call.fields[len(POINTERS) :] = list(numbers)
-        return call
-
-    pool = driver.ArgumentPool(new_call)
+    pool = argument_pool(source(shape), NAME, len(POINTERS), numbers, sequences * parts, shape.threads, dynamic)
 
     def run(call: Call, found: Routed, given: Gradients) -> Tensor:
         if torch.cuda.current_device() != index:

@@ -10,7 +10,7 @@ import torch
 
 from ...kernels import cuda
 from ...kernels.cuda import driver
-from ...kernels.cuda.launch import loaded
+from ...kernels.cuda.launch import argument_pool
 from ...kernels.cuda.source import program
 from ...sampling.kernels.choice import refusal
 from ...sampling.kernels.source import constants_of
@@ -92,14 +92,7 @@ def _bound(
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
     kernel_shape = Shape(z_loss)
 
-    def new_call(index: int) -> driver.Arguments:
-        kernel = loaded(source(kernel_shape), NAME, index, 0, 1)
-        config = driver.launch_config(1, 1, kernel_shape.threads, 0, 1, False)
-        call = driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
-        call.fields[len(POINTERS) :] = list(numbers)
-        return call
-
-    pool = driver.ArgumentPool(new_call)
+    pool = argument_pool(source(kernel_shape), NAME, len(POINTERS), numbers, 1, kernel_shape.threads, 0)
 
     def run(counts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if torch.cuda.current_device() != index:
