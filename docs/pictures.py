@@ -288,7 +288,7 @@ CALLS: dict[str, tuple[tuple[str, str], ...]] = {
     "a model that\nstays as it is": (("our functions in a block", "override"),),
     "files": (("a result in a file", "apply_file"),),
 }
-"""What a caller has, and for each result that the caller may want, the function of `onlinesoftmax`."""
+"""Functions of `onlinesoftmax`: for each thing that a caller has, one for each result that the caller may want."""
 
 
 def calls(axes: Axes) -> None:

@@ -44,7 +44,7 @@ TOP_K = 2  # number of experts that each image is routed to
 
 
 class Gate(NamedTuple):
-    """What the gate says about each image.
+    """Weights and experts of each image.
 
     Attributes:
         weights: (batch, TOP_K): weights of the experts that it is routed to.

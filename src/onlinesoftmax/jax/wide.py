@@ -23,7 +23,7 @@ from . import array_types, custom_op
 
 
 def _largest(keys: Array, k: int) -> Array:
-    """As `Functions.largest`.  On a CPU, XLA sorts whole rows of integers, but not those of float32."""
+    """The largest, as `Functions.largest`.  On a CPU, XLA sorts whole rows of integers, but not those of float32."""
     dtype = jnp.float32 if keys.dtype == jnp.int32 else jnp.float64
     return jax.lax.top_k(jax.lax.bitcast_convert_type(formulas.turned(FUNCTIONS, keys), dtype), k)[1]
 

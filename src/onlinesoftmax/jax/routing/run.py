@@ -107,7 +107,7 @@ def _wide_of(x: Array) -> Any:
 
 
 def route(x: Array, operands: Values, rule: Rule, counts: bool, prob_sums: bool, dense: bool) -> Routed:
-    """As the public function; `operands` are as `checked_operands` returns them."""
+    """The public function, with `operands` as `checked_operands` returns them."""
     x, bias = x.astype(_wide_of(x)), operands.get("bias")
     indices = operands.get("indices")
     if indices is None:

@@ -16,7 +16,7 @@ from .check import Inputs, Reference, Verdict, poison
 from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
-from .result import CaseResult, Result
+from .result import ONE_READ, CaseResult, Result
 from .suites import Measures
 from .timing import Against, Call, Clock, Flush, Samples, Times, clock_for
 
@@ -135,6 +135,30 @@ def with_times(result: Result, samples: Samples) -> tuple[Result, float]:
     found, others = samples[result.who], samples.get("torch") if result.who != "torch" else None
     times = Times.of(found)
     return replace(result, times=times, against_torch=Against.of(found, others) if others else None), times.median_us
+
+
+def over_one_read(checked: CaseResult, calls: dict[str, Call], rows: Any, clock: Clock, repeat_ms: float) -> CaseResult:
+    """The results of a case with the times of their calls, over that of one read of rows: our logsumexp of them.
+
+    Args:
+        checked: The results without times.
+        calls: The calls to time, by name.
+        rows: A torch tensor whose rows are read.
+        clock, repeat_ms: The clock, and the milliseconds for each measurement.
+    """
+    from onlinesoftmax import logsumexp
+
+    everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, rows, -1)}
+    samples = clock.measure(everything, repeat_ms, Flush(everything, FLUSHES_OF_AUTOGRAD))
+    read = Times.of(samples[ONE_READ])
+
+    def timed(result: Result) -> Result:
+        if result.who not in calls:
+            return result
+        result, us = with_times(result, samples)
+        return replace(result, of_read=us / read.median_us)
+
+    return replace(checked, results=[timed(each) for each in checked.results], one_read=read)
 
 
 def check_each(

@@ -1,4 +1,4 @@
-"""What a way may return: experts with the largest scores, and the weights and the gradient that float64 gives them."""
+"""Results that a way may return: experts with the largest scores, and weights and a gradient as float64 gives them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NEAR = 1e-6
 
 
 def wrong(case: RouteCase, x: Any, bias: Any, found: Any, exact: bool) -> tuple[str | None, float]:
-    """What is wrong with a result, in a sentence, and the largest error of a weight or a gradient.
+    """The fault of a result in a sentence, None without one, and the largest error of a weight or a gradient.
 
     Args:
         case: The case.

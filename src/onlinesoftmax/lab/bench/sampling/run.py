@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..inputs import extra_bytes, lacking
 from ..peers import Peer
-from ..result import ONE_READ, CaseResult, Result
-from ..run import FLUSHES_OF_AUTOGRAD, check_each, clock_of, each_case, with_times
+from ..result import CaseResult, Result
+from ..run import check_each, clock_of, each_case, over_one_read
 from ..suites import Measures
-from ..timing import Call, Clock, Flush, Times
+from ..timing import Call, Clock
 from .cases import TokenCase
 from .peers import OursTokens
 from .reference import wrong
@@ -71,21 +70,9 @@ def make_logits(case: TokenCase, device: Any) -> Any:
 
 
 def _measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    from onlinesoftmax import logsumexp
-
     x = make_logits(case, device)
     results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, x))
-    everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, x, -1)}
-    samples = clock.measure(everything, repeat_ms, Flush(everything, FLUSHES_OF_AUTOGRAD))
-    read = Times.of(samples[ONE_READ])
-
-    def timed(result: Result) -> Result:
-        if result.who not in calls:
-            return result
-        result, us = with_times(result, samples)
-        return replace(result, of_read=us / read.median_us)
-
-    return CaseResult(case, results=[timed(each) for each in results], measures=KIND, one_read=read)
+    return over_one_read(CaseResult(case, results=results, measures=KIND), calls, x, clock, repeat_ms)
 
 
 def _checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call]:
