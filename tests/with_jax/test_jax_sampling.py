@@ -197,6 +197,14 @@ def test_arrays_of_torch_and_integer_logits_are_named() -> None:
         osj.verify(1, jnp.zeros((2, 3, 5), int), jnp.zeros((2, 2), int))
 
 
+def test_logits_before_the_seed_are_named() -> None:
+    for seed in (7, np.arange(2), jax.random.key(7), jax.random.PRNGKey(7)):
+        with pytest.raises(TypeError, match=r"seed comes first, as in jax.random: call sample\(seed, logits, ...\)"):
+            osj.sample(jnp.zeros((2, 4)), seed)
+        with pytest.raises(TypeError, match=r"call verify\(seed, target_logits, ...\)"):
+            osj.verify(np.zeros((2, 3, 5), "float32"), seed, jnp.zeros((2, 2), int))
+
+
 def test_wrong_shapes_are_named() -> None:
     with pytest.raises(ValueError, match="draft_tokens has shape"):
         osj.verify(1, jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), int))

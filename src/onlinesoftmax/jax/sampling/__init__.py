@@ -14,7 +14,7 @@ from ...sampling.results import Sampled, TopLogprobs, Verified
 from ...sampling.rules import LARGEST_INT64, checked_choice, checked_parameters
 from ..prepare import options_of
 from . import run
-from .arguments import checked_count, checked_of_rows, checked_rows, checked_seed, checked_tokens
+from .arguments import check_order, checked_count, checked_of_rows, checked_rows, checked_seed, checked_tokens
 
 __all__ = ["sample", "topk_logprobs", "verify"]
 
@@ -73,6 +73,7 @@ def sample(
         >>> print(found.token, found.kept)
         [1 0] [2 1]
     """
+    check_order("sample", seed, "logits", logits)
     rows = checked_rows("sample", logits, axis, options_of(1.0, softcap, bias, where))
     shape, tokens = rows.x.shape[:-1], rows.cols
     given, seeds, offsets = _per_row("sample", shape, tokens, temperature, (top_k, top_p, min_p), (seed, offset), ties)
@@ -149,6 +150,7 @@ def verify(
         [1] [[ 0  1 -1]]
     """
     name, plain = "verify", options_of(1.0, None, None, None)
+    check_order(name, seed, "target_logits", target_logits)
     target = checked_rows(name, target_logits, -1, plain, "target_logits")
     if target.x.ndim < 2 or not target.x.shape[-2]:
         raise ValueError(f"{name}: target_logits must have shape (..., n + 1, tokens), got {target.x.shape}")

@@ -92,6 +92,19 @@ def checked_seed(name: str, rows: tuple[int, ...], seed: Any) -> Array | Words:
     return Words(words.reshape((1,) * (len(rows) - seed.ndim) + seed.shape + (1, 2)), "int64")
 
 
+def check_order(name: str, seed: Any, argument: str, logits: Any) -> None:
+    """Raise an error for logits before the seed, the order of other functions; the arrays are the first arguments."""
+    if _is_floating(seed) and not _is_floating(logits):
+        raise TypeError(
+            f"{name}: the seed comes first, as in jax.random: call {name}(seed, {argument}, ...); got floating-point "
+            f"numbers of shape {seed.shape} as seed"
+        )
+
+
+def _is_floating(value: Any) -> bool:
+    return array_kind(value) in ("numpy", "jax") and jnp.issubdtype(value.dtype, jnp.floating)
+
+
 def checked_count(name: str, argument: str, value: Any, tokens: int, low: int = 0) -> int:
     """A number of tokens, at most those of a row."""
     if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
