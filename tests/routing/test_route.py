@@ -178,7 +178,7 @@ def test_mistakes_of_logits_and_of_losses() -> None:
         osm.route(torch.zeros(4, 12, dtype=torch.long), 3)
     with pytest.raises(ValueError, match="from 1 to 8192 experts, got 0"):
         osm.route(logits(4, 0), 1)
-    with pytest.raises(ValueError, match="call route with prob_sums=True"):
+    with pytest.raises(ValueError, match="call route, or the Router, with prob_sums=True"):
         osm.load_balancing_loss(osm.route(logits(4, 12), 3))
     with pytest.raises(ValueError, match="kind must be 'switch' or 'sequence'"):
         osm.load_balancing_loss(osm.route(logits(4, 12), 3, prob_sums=True), "batch")  # type: ignore[arg-type]  # the mistake

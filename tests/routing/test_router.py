@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ transformers = pytest.importorskip("transformers", reason="the gates are compare
 EXPERTS, HIDDEN, K = 16, 24, 3
 
 
-def theirs(model: str, **config: Any) -> torch.nn.Module:
-    """The gate of a model, with random weights."""
+def gate_of(model: str, **config: Any) -> tuple[Any, torch.nn.Module]:
+    """The config of a small model, and its gate with random weights."""
     names = {
         "mixtral": ("mixtral", "MixtralConfig", "MixtralTopKRouter"),
         "qwen3_moe": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeTopKRouter"),
@@ -26,28 +27,42 @@ def theirs(model: str, **config: Any) -> torch.nn.Module:
     folder, kind, router = names[model]
     module = getattr(transformers.models, folder)
     sizes = {"hidden_size": HIDDEN, "num_experts_per_tok": K, "num_local_experts": EXPERTS, "num_experts": EXPERTS}
-    made: torch.nn.Module = getattr(getattr(module, f"modeling_{folder}"), router)(
-        getattr(module, kind)(**sizes | config)
-    )
-    for t in made.state_dict().values():
+    made = getattr(module, kind)(**sizes | config)
+    gate: torch.nn.Module = getattr(getattr(module, f"modeling_{folder}"), router)(made)
+    for t in gate.state_dict().values():
         torch.nn.init.normal_(t, std=0.3)
-    return made
+    return made, gate
 
 
-MODELS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("mixtral", {}, {}),
-    ("qwen3_moe", {"norm_topk_prob": True}, {}),
-    ("qwen3_moe", {"norm_topk_prob": False}, {"renormalize": False}),
-    ("deepseek_v3", {"n_routed_experts": EXPERTS, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}, {}),
-    ("llama4", {}, {}),
-    ("gpt_oss", {}, {}),
-]
+MODELS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("mixtral", "Mixtral", {}, {}),
+    ("qwen3_moe", "Qwen3-MoE", {"norm_topk_prob": True}, {}),
+    ("qwen3_moe", "Qwen3-MoE", {"norm_topk_prob": False}, {"renormalize": False}),
+    ("deepseek_v3", "DeepSeek-V3", {"n_routed_experts": EXPERTS}, {}),
+    (
+        "deepseek_v3", "DeepSeek-V3",
+        {
+            "n_routed_experts": EXPERTS, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+            "norm_topk_prob": False,
+        },
+        {"groups": 4, "group_k": 2, "scale": 1.5, "renormalize": False},
+    ),
+    ("llama4", "Llama 4", {}, {}),
+    ("gpt_oss", "GPT-OSS", {}, {}),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("model", "config", "changes"), MODELS, ids=[f"{row[0]} {row[2] or ''}" for row in MODELS])
-def test_presets_are_the_gates_of_transformers(model: str, config: dict[str, Any], changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("model", "name", "config", "changes"), MODELS, ids=[f"{m} {c or ''}" for m, _, _, c in MODELS]
+)
+def test_presets_are_the_gates_of_transformers(
+    model: str, name: str, config: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """The gate of a config, and that of a name with sizes."""
     torch.manual_seed(11)
-    gate, ours = theirs(model, **config), osm.nn.Router.like(model, HIDDEN, EXPERTS, K, **changes)
+    given, gate = gate_of(model, **config)
+    ours = osm.nn.Router.like(given)
+    assert str(ours) == str(osm.nn.Router.like(name, HIDDEN, EXPERTS, K, **changes))
     ours.load_state_dict(gate.state_dict())
     x = torch.randn(50, HIDDEN)
     found = ours(x)
@@ -97,12 +112,35 @@ def test_logits_in_float32_whatever_autocast_says() -> None:
     assert exact.weight.grad.isfinite().all()
 
 
-def test_in_training_prob_sums_are_returned_and_mistakes_name_the_argument() -> None:
-    router = osm.nn.Router(HIDDEN, EXPERTS, K)
-    assert router.eval()(torch.zeros(2, HIDDEN)).prob_sums is None
+def test_mistakes_name_the_argument_and_what_to_do() -> None:
+    like, config = osm.nn.Router.like, transformers.models.llama4.Llama4Config
     with pytest.raises(ValueError, match=r"Router\(\): k must be from 1 to the 16 experts"):
         osm.nn.Router(HIDDEN, EXPERTS, 17)
     with pytest.raises(ValueError, match="no model 'mistral'; there are mixtral, qwen3_moe"):
-        osm.nn.Router.like("mistral", HIDDEN, EXPERTS, K)
+        like("mistral", HIDDEN, EXPERTS, K)
+    with pytest.raises(TypeError, match="'Mixtral' is a name and needs hidden_size, k too; a config has them"):
+        like("Mixtral", experts=EXPERTS)
+    with pytest.raises(TypeError, match=r"model must be the name of a model or a config of transformers.*got int"):
+        like(HIDDEN, EXPERTS, K)
+    with pytest.raises(ValueError, match="the config of qwen3_moe has no num_experts"):
+        like(SimpleNamespace(model_type="qwen3_moe", hidden_size=HIDDEN, num_experts_per_tok=K))
+    text = {"hidden_size": HIDDEN, "num_local_experts": EXPERTS}
+    assert str(like(config(text_config=text), k=K)) == str(like("llama4", HIDDEN, EXPERTS, K))
+    router = osm.nn.Router(HIDDEN, EXPERTS, K)
     with pytest.raises(RuntimeError, match="the module has no correction"):
         router.balance(torch.zeros(EXPERTS))
+    for wrong in (torch.zeros(2, HIDDEN + 1), torch.zeros(()), torch.zeros(HIDDEN, 2)):
+        with pytest.raises(ValueError, match="input must have hidden_size = 24 numbers in its last dimension, got sh"):
+            router(wrong)
+    with pytest.raises(TypeError, match=r"Router\(\): argument 'input' must be Tensor, not list"):
+        router([0.0] * HIDDEN)
+
+
+def test_prob_sums_in_training_and_where_they_are_asked_for() -> None:
+    router, x = osm.nn.Router(HIDDEN, EXPERTS, K), torch.randn(9, HIDDEN)
+    in_training = osm.load_balancing_loss(router(x))
+    assert router(x, prob_sums=False).prob_sums is None
+    found = router.eval()(x)
+    with pytest.raises(ValueError, match=r"call route, or the Router, with prob_sums=True .*not after eval\(\)"):
+        osm.load_balancing_loss(found)
+    assert torch.equal(osm.load_balancing_loss(router(x, prob_sums=True)), in_training)

@@ -29,7 +29,10 @@ def load_balancing_loss(routed: Any, kind: Any, total: Total, fused: Fused | Non
     _check(caller, routed)
     counts, sums = routed.counts, routed.prob_sums
     if sums is None:
-        raise ValueError(f"{caller}: routed has no prob_sums: call route with prob_sums=True")
+        raise ValueError(
+            f"{caller}: routed has no prob_sums: call route, or the Router, with prob_sums=True (a Router returns them "
+            "in training mode, and not after eval())"
+        )
     if kind == KINDS[0] and counts.ndim > 1:
         shape = (-1, counts.shape[-1])
         counts, sums = counts.reshape(shape), sums.reshape(shape)

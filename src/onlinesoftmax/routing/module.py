@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 
 from ..core.arrays import dtype_name
+from ..torch.arguments import TORCH
 from . import Routed, route, total
-from .presets import LAYERS, PRESETS
+from .presets import arguments_of
 from .rules import checked_rule
 
 
@@ -33,7 +34,8 @@ class Router(torch.nn.Linear):
         input (..., tokens, hidden_size); the named tuple `Routed`, in training with prob_sums.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense: when the module is made.  A call raises what `route` raises.
+        TypeError, ValueError: an argument makes no sense: when the module is made; the input has another width than
+            hidden_size.  A call raises what `route` raises too.
 
     Example:
         >>> router = Router(4, 8, 2, score="sigmoid", correction=True)
@@ -66,38 +68,59 @@ class Router(torch.nn.Linear):
         self.register_buffer("e_score_correction_bias", correct)
 
     @classmethod
-    def like(cls, model: str, hidden_size: int, experts: int, k: int, **changes: Any) -> Router:
+    def like(
+        cls, model: Any, hidden_size: int | None = None, experts: int | None = None, k: int | None = None,
+        **changes: Any,
+    ) -> Router:  # fmt: skip
         """The gate of a published model.
 
         Args:
-            model: "mixtral", "qwen3_moe", "deepseek_v3", "llama4" or "gpt_oss": `model_type` in transformers.
-            hidden_size, experts, k: As for the module.
-            changes: Other arguments of the module, which replace those of the model.
+            model: A config of transformers, whose sizes and settings (such as norm_topk_prob) the gate takes; or a
+                name, "mixtral", "qwen3_moe", "deepseek_v3", "llama4" or "gpt_oss": its `model_type`, whatever the
+                capitals and hyphens.
+            hidden_size, experts, k: As for the module; a name needs them, and a config has them.
+            changes: Other arguments of the module.  They replace those of the model.
 
         Raises:
-            ValueError: there is no such model.
+            TypeError, ValueError: there is no such model, a size is missing, or the config lacks an attribute.
 
         Example:
             >>> Router.like("gpt_oss", 2880, 32, 4)
             Router(in_features=2880, out_features=32, bias=True, k=4, order='topk_first')
         """
-        if model not in PRESETS:
-            raise ValueError(f"Router.like(): no model {model!r}; there are {', '.join(PRESETS)}")
-        return cls(hidden_size, experts, k, **{**PRESETS[model], **LAYERS.get(model, {}), **changes})
+        found = arguments_of(model)
+        sizes = {"hidden_size": hidden_size, "experts": experts, "k": k}
+        found |= {name: size for name, size in sizes.items() if size is not None}
+        if missing := [name for name in sizes if name not in found]:
+            raise TypeError(f"Router.like(): {model!r} is a name and needs {', '.join(missing)} too; a config has them")
+        return cls(**{**found, **changes})
 
     def forward(  # type: ignore[override]  # the result of a Linear is a tensor
-        self, input: torch.Tensor, *, indices: torch.Tensor | None = None, mask: torch.Tensor | None = None
-    ) -> Routed:
-        """The experts of hidden states; `indices` and `mask` as for `route`."""
-        bias = self.e_score_correction_bias
+        self, input: torch.Tensor, *, indices: torch.Tensor | None = None, mask: torch.Tensor | None = None,
+        prob_sums: bool | None = None,
+    ) -> Routed:  # fmt: skip
+        """The experts of hidden states.
+
+        Args:
+            input: Hidden states (..., tokens, hidden_size).
+            indices, mask: As for `route`.
+            prob_sums: Return them, for `load_balancing_loss`; None for True in training mode and False after `eval()`.
+        """
+        TORCH.check_array("Router()", "input", input)
+        if input.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"Router(): input must have hidden_size = {self.in_features} numbers in its last dimension, got shape "
+                f"{tuple(input.shape)}"
+            )
         if self.logits_dtype is None:
             logits = super().forward(input)
         else:
             with torch.autocast(input.device.type, enabled=False):
                 own = None if self.bias is None else self.bias.to(self.logits_dtype)
                 logits = torch.nn.functional.linear(input.to(self.logits_dtype), self.weight.to(self.logits_dtype), own)
-        options = {**self.options, "bias": bias, "indices": indices, "mask": mask, "prob_sums": self.training}
-        return route(logits, self.k, **options)
+        with_sums = self.training if prob_sums is None else prob_sums
+        bias = self.e_score_correction_bias
+        return route(logits, self.k, **self.options, bias=bias, indices=indices, mask=mask, prob_sums=with_sums)
 
     @torch.no_grad()
     def balance(self, counts: torch.Tensor, rate: float = 1e-3, *, group: Any = None) -> None:
