@@ -198,6 +198,19 @@ COMPUTED: dict[str, tuple[Callable[[Tensor], Any], str | None]] = {
 }
 
 
+def test_the_report_says_that_a_head_is_too_small() -> None:
+    x, weight, bias = leaves()
+    with osm.override(linear=CLASSES + 1) as mode:
+        loss(F.linear(x, weight, bias))
+    said = f"its logits have {CLASSES} classes, and a head has {CLASSES + 1} or more; linear={CLASSES} takes it"
+    assert mode.report().left["linear", said] == 1
+    with osm.override(linear=CLASSES) as mode:
+        loss(F.linear(x, weight, bias))
+    assert not mode.report().left
+    kind = f"{CE} of {x.shape[:-1].numel()} x {x.shape[-1]} float32 on {x.device}"
+    assert f"{kind}: stored, 3 products with {CLASSES} classes" in mode.report().plans[CE]
+
+
 @pytest.mark.parametrize("name", COMPUTED)
 def test_other_functions_get_the_logits(name: str) -> None:
     function, reason = COMPUTED[name]

@@ -183,7 +183,7 @@ def known(name: str) -> Device:
     """Return a device of the table by its name; case, spaces, "-" and "_" do not matter.
 
     Raises:
-        ValueError: no device has this name; the message lists the table.
+        ValueError: no device has this name; the message lists the table, and says how to plan for others.
 
     Example:
         >>> known("RTX 4090").arch
@@ -191,7 +191,10 @@ def known(name: str) -> Device:
     """
     key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
     if key not in KNOWN:
-        raise ValueError(f"unknown device {name!r}; known devices: {', '.join(KNOWN)}")
+        raise ValueError(
+            f"unknown device {name!r}; known devices: {', '.join(KNOWN)}; for another GPU, leave the device out on a "
+            "machine that has it, where `onlinesoftmax tune` measures its plans"
+        )
     return KNOWN[key]
 
 

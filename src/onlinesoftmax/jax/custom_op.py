@@ -23,6 +23,7 @@ from jax.interpreters import batching, mlir
 
 from ..core.arrays import Array
 from ..core.device import Device, known
+from ..core.plan_log import Kind, note_plan
 from ..core.task import Choice, Task
 from ..kernels import pallas
 from ..ops import OPERATIONS
@@ -89,6 +90,8 @@ def kernel_plan(platform: str, call: Signature, operands: Mapping[str, Array]) -
             raise PlanError(f"{call.name}: a kernel needs sizes that are known, and the shape is {operands['x'].shape}")
         return None
     plan = plan_for(call, operands, to_lower_for() if platform == "cuda" else known("cpu"))
+    x = operands["x"]
+    note_plan(Kind(call.name, tuple(x.shape), x.dtype.name, plan.device), repr(plan), plan.reason)
     return plan if plan.backend == "pallas" else None
 
 

@@ -8,10 +8,12 @@ import torch
 
 from ..core.arrays import advice, check_no_jax
 from ..core.options import checked_options
+from ..core.plan_log import Kind, note_plan
 from ..core.task import ITEMSIZE
 from ..torch.arguments import TORCH, check_constant, check_first_derivative, checked_number, is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import accumulator_of
+from .plans import LinearPlan
 
 Tensor = torch.Tensor
 
@@ -35,6 +37,13 @@ class Head(NamedTuple):
     bias: Tensor | None
     target: Tensor
     shape: tuple[int, ...]
+
+
+def noted(name: str, x: Tensor, weight: Tensor, plan: LinearPlan) -> LinearPlan:
+    """The plan of a call of a public function, with a line in the log if it is new."""
+    if not torch.compiler.is_compiling():
+        note_plan(Kind.of(name, x), f"{plan} with {len(weight)} classes", plan.reason)
+    return plan
 
 
 def checked_head(

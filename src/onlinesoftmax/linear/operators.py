@@ -24,7 +24,7 @@ from ..torch.gradients import is_traced
 from ..torch.loss_arguments import Loss, counted
 from ..torch.namespace import NAMESPACE
 from . import plans, run, tokens
-from .arguments import check_gradients
+from .arguments import check_gradients, noted
 from .columns import LogProbabilities, Way, gradients_of, statistics_of
 from .plans import LinearPlan, plan_of, problem_of
 from .rows import Statistics
@@ -50,7 +50,8 @@ def _options(scale: Tensor | None, number: float, softcap: float | None) -> Scor
 
 def _plan(name: str, x: Tensor, weight: Tensor, memory: int | None, wanted: Sequence[bool], **how: bool) -> LinearPlan:
     sizes, dtype = (len(x), x.shape[1], len(weight)), str(x.dtype).removeprefix("torch.")
-    return plan_of(problem_of(name, sizes, dtype, (wanted[0], wanted[1], wanted[2]), **how), memory)
+    plan = plan_of(problem_of(name, sizes, dtype, (wanted[0], wanted[1], wanted[2]), **how), memory)
+    return noted(name, x, weight, plan)
 
 
 @contextmanager

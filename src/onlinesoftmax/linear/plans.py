@@ -73,6 +73,10 @@ class LinearPlan(NamedTuple):
     reason: str
     apart: int = 0
 
+    def __str__(self) -> str:
+        cut = f", {self.chunks} chunks of {self.chunk} {self.name}" if self.chunks > 1 else ""
+        return f"{self.name}{cut}, {self.products} products"
+
 
 class Candidate(NamedTuple):
     """A plan that was not chosen.

@@ -40,6 +40,7 @@ from .arguments import (
     checked_per_token,
     constant,
     is_autocast,
+    noted,
 )
 from .columns import LogProbabilities
 from .plans import CHUNK_BYTES, LinearPlan, plan_of, problem_of
@@ -47,7 +48,6 @@ from .sharing import Sharing
 from .tokens import KnownFactor, LaterFactor, Rows, Work
 
 Tensor = torch.Tensor
-
 
 Tensors = tuple[Any, Any, Any, Any]
 """The arguments input, linear_weight, target and linear_bias."""
@@ -150,6 +150,7 @@ def losses(
     plan = plan_for(*how, in_two=sharing is None)
     if plan.apart and not rows.are_in_two(*inputs[:2], target, weight, loss):
         plan = plan_for(*how)
+    noted("linear_cross_entropy", *inputs[:2], plan)
     if plan.name == "columns" or plan.keeps:
         found = LogProbabilities.apply(*inputs, target, plan, loss.options, sharing)
         y = loss_of(found, target, loss) * factor
@@ -219,12 +220,13 @@ def token_logprobs(
         # `torch.compiler.disable`, with which the module decorates, imports the compiler.
         from .support import truncated_logprobs
 
-        plan = plan_for(name, head, memory)
+        plan = noted(name, head.input, head.weight, plan_for(name, head, memory))
         logprob, entropy, lse = truncated_logprobs(name, head, of_target, options, support, plan)
     elif sharing is None and is_traced(head.input):
         logprob, entropy, lse = _traced_statistics(head._replace(target=of_target), options, memory)
     else:
-        plan, inputs = plan_for(name, head, memory, sharing=sharing), (head.input, head.weight, head.bias)
+        inputs = head.input, head.weight, head.bias
+        plan = noted(name, *inputs[:2], plan_for(name, head, memory, sharing=sharing))
         logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options, sharing)
     if ignore_index is not None:
         logprob = logprob.masked_fill(equals(of_target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
@@ -260,7 +262,7 @@ def token_loss(
         y = divided((_checked_losses(name, y, counts).masked_fill(ignored, 0.0) * factor).sum(), divisor)
         return y if count is None else y + torch.where(count == 0, torch.nan, 0.0)
     in_place = sum_dtype.itemsize < counts.itemsize
-    plan = plan_for(name, head, memory, sharing=sharing, in_place=in_place)
+    plan = noted(name, *head[:2], plan_for(name, head, memory, sharing=sharing, in_place=in_place))
     own_target = of_target if sharing is None else sharing.local(of_target)
 
     def of_chunk(z: Tensor, part: slice, dy: Tensor | None) -> tuple[tuple[Tensor, ...], Any]:

@@ -64,8 +64,8 @@ def override(
             output features of such a layer.
 
     Returns:
-        An object whose method `report()` gives the number of calls that were taken and left, as a `Report`.  A
-        decorated function has the method too.
+        An object whose method `report()` gives the number of calls that were taken and left, and the plans of those
+        that were taken, as a `Report`.  A decorated function has the method too.
 
     Raises:
         ModuleNotFoundError: torch is not installed.
@@ -87,12 +87,13 @@ def override(
         >>> print(mode.report())
         softmax: PyTorch ran 1 call: input is on the CPU, where PyTorch's own operation runs.
 
-        >>> head, target = torch.nn.Linear(8, 40), torch.zeros(6, dtype=torch.long)
+        >>> head, target = torch.nn.Linear(24, 40), torch.zeros(5, dtype=torch.long)
         >>> with override(linear=40) as mode:
-        ...     logits = head(torch.ones(6, 8))
+        ...     logits = head(torch.ones(5, 24))
         ...     loss = torch.nn.functional.cross_entropy(logits, target)
         >>> print(mode.report())
         linear_cross_entropy: our function took 1 call.
+          linear_cross_entropy of 5 x 24 float32 on cpu: stored, 2 products with 40 classes
 
         >>> @override(backend="eager")
         ... def probabilities(logits):

@@ -83,7 +83,7 @@ def losses(
             reduction=reduction, ignore_index=ignore_index, label_smoothing=smoothing, z_loss=z_loss, scale=scores[0],
             softcap=scores[1], dtype=dtype, return_stats=stats,
         )  # fmt: skip
-    x.head.took(linear_cross_entropy.__name__)
+    x.head.took(linear_cross_entropy.__name__, hidden)
     return y
 
 
@@ -108,7 +108,7 @@ def statistics(x: Logits, target: Any, scores: tuple[float, float | None]) -> To
     hidden, weight, bias = tensors
     with torch.autocast(x.device.type, enabled=False):
         found = linear_token_logprobs(hidden, weight, target, linear_bias=bias, scale=scores[0], softcap=scores[1])
-    x.head.took(linear_token_logprobs.__name__)
+    x.head.took(linear_token_logprobs.__name__, hidden)
     x.head.known = Known(x.rows, scores, dim, found)
     return found
 

@@ -118,9 +118,10 @@ class Head:
             self._product = torch.nn.functional.linear(*self.tensors())
         return self._product
 
-    def took(self, name: str) -> None:
-        """Count a call that one of our functions took."""
-        self._counts.add(name, None)
+    def took(self, name: str, hidden: Tensor) -> None:
+        """Count a call that one of our functions took, with the hidden states of its tokens."""
+        width = hidden.shape[-1]
+        self._counts.add(name, None, ((hidden.numel() // width, width), hidden.dtype, hidden.device))
 
     def forget(self) -> None:
         """Do not use the computed product again, as it may change in place."""

@@ -24,11 +24,13 @@ from .table import (
     LINEAR,
     NAMES,
     REPLACEMENTS,
+    Arguments,
     bind,
     has_classes,
     head_of,
     why_computed,
     why_left,
+    why_no_head,
 )
 
 SET_GRAD_ENABLED = torch._C._set_grad_enabled
@@ -195,13 +197,16 @@ class Override(TorchFunctionMode):
             raise RuntimeError(f"override(strict=True): PyTorch would run a call of {replacement.name}: {reason}")
         else:
             y = func(*args, **_with_deeper_stacklevel(kwargs))
-        self._count(replacement.name, reason)
+        self._count(replacement.name, reason, arguments)
+        if self._linear and not self.counts.has_head and (small := why_no_head(replacement, arguments, self._linear)):
+            self._count(NAME, small, None)
         return y
 
     def _head(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of `linear`; that of a head is not computed yet."""
         head = head_of(args, kwargs)
         if head is not None:
+            self.counts.has_head = True
             reason = why_computed(*head) or self._why_not_repeated()
             if reason is None:
                 from .calls import deferred
@@ -209,7 +214,7 @@ class Override(TorchFunctionMode):
                 return deferred(*head, self.counts, self._strict)
             if self._strict:
                 raise RuntimeError(f"override(strict=True): PyTorch would run a call of {NAME}: {reason}")
-            self._count(NAME, reason)
+            self._count(NAME, reason, None)
         return LINEAR(*args, **kwargs)
 
     def _is_around(self) -> bool:
@@ -222,11 +227,12 @@ class Override(TorchFunctionMode):
             return NOT_REPEATED if _is_traced_outside(self._level) else None
         return NOT_REPEATED if _is_outside(self) else None
 
-    def _count(self, name: str, reason: str | None) -> None:
+    def _count(self, name: str, reason: str | None, arguments: Arguments | None) -> None:
         if torch.compiler.is_dynamo_compiling():
             _count_traced(self._level, name, reason)
-        else:
-            self.counts.add(name, reason)
+            return
+        x = arguments["input"] if arguments is not None and reason is None else None
+        self.counts.add(name, reason, () if x is None else (x.shape, x.dtype, x.device))
 
 
 def _without_last(block: Override, inside: tuple[Override, ...]) -> tuple[Override, ...]:

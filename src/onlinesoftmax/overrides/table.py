@@ -14,6 +14,7 @@ from .. import api, linear
 from ..core.arguments import checked_dim
 from ..core.call import Call, Settings
 from ..ops import OPERATIONS
+from ..ops.cross_entropy.arguments import class_dim
 from ..torch.arguments import autocasts, check_out_memory, checked_out, reduced_shape
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
@@ -192,6 +193,15 @@ def has_classes(args: tuple[Any, ...], kwargs: Mapping[str, Any], fewest: int) -
     """True where the weight of a call of `linear` has at least `fewest` rows."""
     weight = args[1] if len(args) > 1 else kwargs.get("weight")
     return isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.shape[0] >= fewest
+
+
+def why_no_head(replacement: Replacement, arguments: Arguments | None, fewest: int) -> str | None:
+    """Why the layer that made the logits of a loss is no head; None for another function, and for enough classes."""
+    x = None if arguments is None or replacement.parameters is not LOSS else arguments.get("input")
+    if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[class_dim(x)] >= fewest:
+        return None
+    classes = x.shape[class_dim(x)]
+    return f"its logits have {classes} classes, and a head has {fewest} or more; linear={classes} takes it"
 
 
 def head_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Any, Any] | None:

@@ -15,6 +15,7 @@ import torch
 from ..core.arguments import checked_dim
 from ..core.call import NOTHING, Call, Settings
 from ..core.options import SCORE_OPTIONS, bits
+from ..core.plan_log import Kind, note_plan
 from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, one_row_as_many, output_shape, task_of
 from ..core.view import View, contiguous_strides, strides_of_rows
 from ..kernels import registry
@@ -152,6 +153,7 @@ def prepare(
     # An `out` of another shape is empty, and will be resized to a contiguous tensor.
     task = _task(call, operands, outputs, axis, out if out is not None and out.shape == shape else None)
     the_plan = plan_of(task, x.device, settings.choice)
+    note_plan(Kind.of(operation.name, x), repr(the_plan), the_plan.reason)
     if the_plan.backend == "eager":
         return lambda x, out=None, _=NOTHING: eager.call(operation, x, of_axis, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
@@ -164,6 +166,7 @@ def run_in_two(call: Call, outputs: tuple[str, ...], x: torch.Tensor, rest: torc
     The input of the call has the whole shape, the strides of `x`, and no memory (`whole_of`).
     """
     operands, task, plan = _in_two(call, outputs, x.device)
+    note_plan(Kind.of(call.operation.name, x), repr(plan), plan.reason)
     launch = registry.load(plan.backend).prepare(Request(task, plan, rest=Rest(x.shape[1], rest.stride(0))))
     found = {name: x.new_empty(len(x), dtype=getattr(torch, task.dtypes[name])) for name in task.row_outputs}
     found |= {"y": x} if "y" in outputs else {}

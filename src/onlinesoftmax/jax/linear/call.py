@@ -10,6 +10,7 @@ import jax
 
 from ...core.arrays import accumulator
 from ...core.options import PLAIN, ScoreOptions
+from ...core.plan_log import Kind, note_plan
 from ...linear.plans import LinearPlan, LinearProblem, plan_of, problem_of
 from ..signature import Names
 
@@ -91,8 +92,9 @@ class Shards(NamedTuple):
 
 def plan_of_losses(call: HeadCall, arrays: Mapping[str, Any]) -> LinearPlan:
     """The plan of losses on arrays, or shapes and dtypes; ValueError where no plan fits into the memory."""
-    return _plan(
-        call, problem_of("linear_cross_entropy", *_sizes(call, arrays), whole_rows=True, in_place=call.in_place)
+    name = "linear_cross_entropy"
+    return _noted(
+        name, arrays, _plan(call, problem_of(name, *_sizes(call, arrays), whole_rows=True, in_place=call.in_place))
     )
 
 
@@ -109,7 +111,8 @@ def takes_columns(call: HeadCall, arrays: Mapping[str, Any], each: bool) -> bool
 
 def plan_of_statistics(call: HeadCall, arrays: Mapping[str, Any]) -> LinearPlan:
     """The plan of statistics or of their gradient; ValueError as for `plan_of_losses`."""
-    return _plan(call, problem_of("linear_token_logprobs", *_sizes(call, arrays)))
+    name = "linear_token_logprobs"
+    return _noted(name, arrays, _plan(call, problem_of(name, *_sizes(call, arrays))))
 
 
 def columns_at_once(call: HeadCall, arrays: Mapping[str, Any]) -> int:
@@ -123,6 +126,13 @@ def _sizes(call: HeadCall, arrays: Mapping[str, Any]) -> tuple[tuple[int, int, i
     x, weight = arrays["x"], arrays["weight"]
     of_x, of_weight, of_bias = (name in call.outputs for name in GRADIENTS.values())
     return (math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0]), x.dtype.name, (of_x, of_weight, of_bias)
+
+
+def _noted(name: str, arrays: Mapping[str, Any], plan: LinearPlan) -> LinearPlan:
+    """The plan of a public function, with a line in the log if it is new; a trace does not know the device."""
+    x, classes = arrays["x"], arrays["weight"].shape[0]
+    note_plan(Kind(name, tuple(x.shape), x.dtype.name, "JAX's device"), f"{plan} with {classes} classes", plan.reason)
+    return plan
 
 
 def _plan(call: HeadCall, problem: LinearProblem) -> LinearPlan:

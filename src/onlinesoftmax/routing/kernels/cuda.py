@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from ...core.device import Device
+from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool, words_of_stream
 from ...sampling.kernels.choice import refusal
@@ -102,7 +103,11 @@ def _run_of(
 ) -> Run | None:  # fmt: skip
     """The function that routes rows of these properties; None if no kernel takes them."""
     shape = shape_of(rule, dtype, width, flags, count // sequences, sequences, from_torch("cuda", index))
-    return None if shape is None else bind(shape, rule, count, stride, sequences, index)
+    if shape is None:
+        return None
+    plan = f"route.cuh, {shape.team} of {shape.threads} threads for a token"
+    note_plan(Kind("route", (count, rule.experts), dtype, f"cuda:{index}"), plan, f"k is {rule.k}")
+    return bind(shape, rule, count, stride, sequences, index)
 
 
 def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool
 from ...kernels.cuda.source import program
@@ -135,7 +136,10 @@ def _run_of(
     rule: Rule, dtype: str, width: int, flags: frozenset[str], count: int, stride: int, sequences: int, index: int
 ) -> Run:  # fmt: skip
     """`gradient` of calls with these properties."""
-    return bind(shape_of(rule, dtype, width, flags), rule, count, stride, sequences, index)
+    shape = shape_of(rule, dtype, width, flags)
+    plan = f"gradient.cuh, {shape.team} of {shape.threads} threads for a token"
+    note_plan(Kind("route_backward", (count, rule.experts), dtype, f"cuda:{index}"), plan, f"k is {rule.k}")
+    return bind(shape, rule, count, stride, sequences, index)
 
 
 def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:

@@ -6,6 +6,7 @@ from functools import cache
 
 import torch
 
+from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
 from ...torch.device import from_torch
@@ -37,6 +38,8 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     shape = shape_of(rows, cols, dtype, unfiltered.is_aligned(scores), device)
     if shape is None:
         return None
+    plan = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row"
+    note_plan(Kind.of("sample", scores), plan, "filters are given, or tokens are listed")
 
     def new(*more: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(rows, *more, dtype=dtype, device=scores.device)

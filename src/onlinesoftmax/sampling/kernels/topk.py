@@ -11,6 +11,7 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
 
 from ...core.device import Device
+from ...core.plan_log import Kind, note_plan
 from ...kernels import cuda
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
@@ -157,6 +158,8 @@ def _bound(
     shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, ...], dim: int, index: int
 ) -> Run:  # fmt: skip
     """`bind` of rows with these numbers, in the order of NUMBERS."""
+    kind = Kind("topk_logprobs", (count, numbers[1]), shape.dtype, f"cuda:{index}")
+    note_plan(kind, f"topk.cuh, {shape.cluster} x {shape.threads} threads for a row", f"k is {numbers[-1]}")
     listed = (*rows, numbers[-1])
     steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice

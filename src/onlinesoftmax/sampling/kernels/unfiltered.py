@@ -12,6 +12,7 @@ import torch
 from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
 
 from ...core.device import Device
+from ...core.plan_log import Kind, note_plan
 from ...kernels import cuda
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import loaded
@@ -137,6 +138,8 @@ def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
 @lru_cache(MOST_ENTRIES)
 def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: int, index: int) -> Run:
     """`bind` of rows of these properties."""
+    plan = f"unfiltered.cuh, {shape.cluster} x {shape.threads} threads for a row"
+    note_plan(Kind("sample", (count, cols), shape.dtype, f"cuda:{index}"), plan, "no filter is given")
     steps = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     launch, dynamic = driver.library().cuLaunchKernelEx, dynamic_bytes(shape)
