@@ -81,7 +81,7 @@ class Counts:
             if reason is None:
                 self._taken[name] = self._taken.get(name, 0) + 1
                 if kind and len(self._kinds) < MOST_KINDS:
-                    self._kinds[(name, *kind)] = None
+                    self._kinds.setdefault((name, *kind))
             else:
                 self._left[name, reason] = self._left.get((name, reason), 0) + 1
 
