@@ -199,7 +199,8 @@ def test_short_rows_on_a_gpu(cols: int, dtype: torch.dtype) -> None:
         memory = outliers(rows * cols + begin, dtype=dtype, device="cuda")
         x = memory[begin:].view(rows, cols)
         if cols * x.itemsize % 16:
-            assert osm.explain(x).plan.kernel == PACKED
+            plan = osm.explain(x).plan
+            assert plan.kernel == PACKED, f"{plan}: {plan.reason}"
         assert_as_good_as_pytorch(osm.softmax(x), "softmax", x, -1)
         mask, bias = torch.rand(rows, cols, device="cuda") < 0.8, torch.randn(cols, device="cuda").to(dtype)
         mask[:, 0] = True

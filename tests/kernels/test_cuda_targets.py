@@ -27,6 +27,7 @@ from cuda_targets import (
     Ask,
     a_task,
     check,
+    may_spill,
     rounded,
     run,
     small_plan,
@@ -259,5 +260,5 @@ def test_kernels_compile(gpu: str, strategy: str, ask: Ask, dtype: str, target: 
     _, log, _ = compile.build(source.source(request), GPUS[gpu])
     # The score options take registers that a plan may not have left.
     used = compile.usage(log)
-    assert ask.options or not used["spills"], request.plan
+    assert ask.options or not used["spills"] or may_spill(GPUS[gpu]), request.plan
     assert ask.options or strategy != "row" or not used["stack"], request.plan

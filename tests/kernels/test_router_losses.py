@@ -85,7 +85,9 @@ def test_losses_on_a_gpu(sequences: int, tokens: int, experts: int) -> None:
         one, other = loss(ours), loss(wanted)
         torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-8)
         dx, dy = (torch.autograd.grad(a, b, retain_graph=True)[0] for a, b in ((one, x), (other, wide)))
-        torch.testing.assert_close(dx.double(), dy, rtol=1e-4, atol=1e-9)
+        # A gradient is a probability times a difference that may cancel, so its error follows from the probability.
+        probs = wide.detach().softmax(-1)
+        assert ((dx.double() - dy).abs() <= 1e-5 * probs * (dy.abs() / probs).max()).all()
     again = osm.route(x, min(3, experts), prob_sums=True)
     (dx,) = torch.autograd.grad(osm.router_z_loss(again), x, create_graph=True)
     assert dx.sum().requires_grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -91,7 +92,9 @@ def test_a_cuda_graph_and_no_call_waits() -> None:
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(captured, step(x), strict=True))
     z = x.clone().requires_grad_()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):
+        # PyTorch says that it is a prototype.
+        torch.cuda.set_sync_debug_mode("error")
     try:
         total(osm.route(z, 4, prob_sums=True, **given)).backward()
         osm.route(z.detach(), 4, mask=z[:, 0] > 0, indices=captured[1], dense=True, **given)
