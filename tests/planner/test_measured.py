@@ -13,6 +13,7 @@ import pytest
 from onlinesoftmax.core.device import KNOWN, known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
+from onlinesoftmax.kernels.cuda.strategy.row.packed_proposals import PACKED
 from onlinesoftmax.planner import measured
 from onlinesoftmax.planner.forecast import anchors
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of, slug, table_for
@@ -179,6 +180,15 @@ def test_one_long_row_is_not_given_to_one_program() -> None:
     for cols in (1 << 17, 1 << 18, 1 << 20):
         problem = Problem("softmax", 1, cols, "bfloat16")
         assert plan(problem, known("h200"), Choice("triton", None, False), table=table).splits > 1, cols
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200", "a100"])
+@pytest.mark.parametrize("rows", [127, 3001, 200000])
+def test_few_short_rows_are_moved_as_one_stretch(rows: int, gpu: str) -> None:
+    """The estimate of this kernel is compared with measured times, also where a call is hardly more than its launch."""
+    for cols, dtype in ((1, "float32"), (3, "float32"), (10, "float16"), (17, "bfloat16"), (63, "bfloat16")):
+        problem = Problem("softmax", rows, cols, dtype)
+        assert plan(problem, known(gpu), table=table_for(known(gpu))).kernel == PACKED, problem
 
 
 @pytest.mark.parametrize(("rows", "cols", "dtype"), [(4096, 32768, "bfloat16"), (16384, 8192, "float32")])
