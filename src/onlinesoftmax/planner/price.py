@@ -157,7 +157,7 @@ def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
     programs = min(max(proposal.programs, 1), _resident(proposal, device) * device.multiprocessors)
     # A block of `grid` can hold its whole slice in shared memory and no column in registers; its block size is then 0.
     columns = max(proposal.block, 1)
-    in_flight = programs * proposal.rows_per_program * columns * problem.itemsize * problem.inputs
+    in_flight = 1.0 * programs * proposal.rows_per_program * columns * problem.itemsize * problem.inputs
     if proposal.by_estimate:
         # This estimate is compared with measured times, so it counts the stores, for which no block waits.
         in_flight *= 1 + problem.write_bytes / max(problem.read_bytes, 1)
