@@ -44,7 +44,7 @@ release-check: $(READY) ## Run .ci/run, build the package into dist, check it, a
 	@.ci/release-check
 
 clean: ## Remove the environment, caches and build outputs
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist docs/reference
 	find src tests examples benchmarks -name __pycache__ -type d -exec rm -rf {} +
 
 $(READY): requirements-dev.txt pyproject.toml

@@ -45,7 +45,9 @@ def softmax(
     backend: Backend | None = None,
     strategy: Strategy | None = None,
 ) -> A:
-    """exp(z) / sum(exp(z)) along `dim`: `torch.softmax` with a choice of kernel and these score options fused:
+    """The softmax exp(z) / sum(exp(z)) along `dim`: `torch.softmax` with score options and a choice of kernel.
+
+    The scores are::
 
         z = softcap * tanh(scale * input / softcap) + bias,  and -inf where masked
 
@@ -149,7 +151,7 @@ def logsumexp(
     backend: Backend | None = None,
     strategy: Strategy | None = None,
 ) -> A:
-    """log(sum(exp(z))) along `dim`: `torch.logsumexp`.  z, other arguments and errors as for `softmax`.
+    """The logsumexp log(sum(exp(z))) along `dim`: `torch.logsumexp`.  z, other arguments and errors as for `softmax`.
 
     Args:
         dim: A dimension, or several.
@@ -202,6 +204,8 @@ def cross_entropy(
     strategy: Strategy | None = None,
 ) -> Any:
     """`torch.nn.functional.cross_entropy` in one pass over the logits, exact, with nothing overwritten.
+
+    The scores and the loss of a row are::
 
         z = softcap * tanh(scale * input / softcap)
         loss = -weight[target] * log_softmax(z)[target] + z_loss * logsumexp(z)**2

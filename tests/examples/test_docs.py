@@ -7,6 +7,7 @@ import importlib.util
 import io
 import json
 import os
+import pkgutil
 import re
 import runpy
 import shlex
@@ -181,6 +182,27 @@ def test_every_example_is_on_its_page_and_has_a_test() -> None:
     for script in (TESTS.parent / "examples").glob("*.py"):
         assert f"(../examples/{script.name})" in text
         assert (Path(__file__).parent / f"test_{script.name}").exists()
+
+
+def test_every_public_name_is_on_the_page_of_the_reference() -> None:
+    pytest.importorskip("torch", reason="two modules import torch")
+    listed = set(re.findall(r"^   ~?([\w.]+)$", (DOCS / "api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    names = {name for name in onlinesoftmax.__all__ if name != "__version__"}
+    for module in ("nn", "distributed", "jax"):
+        names |= {f"{module}.{name}" for name in getattr(onlinesoftmax, module).__all__}
+    assert names <= listed
+
+
+@pytest.mark.parametrize("project", ["python", "numpy", "torch", "jax", "optax"])
+def test_objects_of_other_projects_that_the_site_links_exist(project: str) -> None:
+    if project not in ("python", "numpy"):
+        pytest.importorskip(project, reason="it has the objects")
+    rows = (DOCS / "objects" / f"{project}.txt").read_text(encoding="utf-8").splitlines()[3:]
+    assert rows == sorted(rows, key=lambda row: row.split()[0].lower())
+    for name, kind, _ in map(str.split, rows):
+        # PyTorch 2.13 added this module; None is no attribute of a module.
+        if name not in ("torch.nn.LinearCrossEntropyLoss", "None"):
+            assert pkgutil.resolve_name(name if "." in name or kind == "mod" else f"builtins.{name}")
 
 
 PAGES = [TESTS.parent / "README.md", TESTS.parent / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]

@@ -29,8 +29,8 @@ class Sampled(NamedTuple):
         kept: Number of tokens that could be sampled, int64; 0 where the row is not valid.
         valid: False for a row that holds NaN or nothing but -inf, whose temperature is negative or
             infinite, or one of whose parameters is NaN.
-        top_tokens, top_logprobs: The tokens with the largest scores and the logarithms of their probabilities, by
-            falling score; None unless they were asked for.
+        top_tokens: The tokens with the largest scores, by falling score; None unless they were asked for.
+        top_logprobs: Logarithms of their probabilities; None unless they were asked for.
         support: The tokens that could be sampled, in its own shape; None unless it was asked for.
     """
 
