@@ -44,6 +44,15 @@ def test_wrong_results_are_named() -> None:
     assert "equal, or are none" in reason(weights, experts[:, :1].expand(-1, 8), counts)
 
 
+def test_the_terms_of_a_gradient_may_cancel() -> None:
+    case = RouteCase("route", (8192, 64), 1, "float32", (), True, "", "top 6, not normalized")
+    x, bias = make_logits(case, CPU)
+    for peer in (OursGate("cpu"), TorchGate("cpu")):
+        gradient, *others = peer.prepare(case)(x, bias)
+        assert wrong(case, x, bias, (gradient, *others), False)[0] is None
+        assert "gradient: error" in str(wrong(case, x, bias, (gradient * 1.0001, *others), False)[0])
+
+
 def test_the_suite_of_gates_writes_a_record(tmp_path: Path) -> None:
     asked = ("--suite", "route", "--shape", "16x40", "--peers", "torch")
     printed, table = recorded(tmp_path / "gates.json", "gate time", "", *asked)

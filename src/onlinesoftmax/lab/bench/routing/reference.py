@@ -10,7 +10,10 @@ from .cases import RouteCase
 from .peers import incoming
 
 ROUNDINGS = 32
-"""Float32 roundings that a weight or a gradient may be off by, relative to the largest number of its token."""
+"""Float32 roundings that a weight or a gradient may be off by, relative to the largest number of its token.
+
+The numbers of a gradient are sums of terms, which may cancel, so its largest term counts too.
+"""
 
 NEAR = 1e-6
 """Distance of two scores that other libraries may take for each other."""
@@ -36,8 +39,7 @@ def wrong(case: RouteCase, x: Any, bias: Any, found: Any, exact: bool) -> tuple[
         return reason, torch.inf
     if not torch.equal(counts.long(), experts.flatten().bincount(minlength=case.shape[1])):
         return "counts are others", torch.inf
-    want = _in_float64(case, rows, bias, experts)
-    size = want.abs().amax(1, keepdim=True)
+    want, size = _in_float64(case, rows, bias, experts)
     error = float(((numbers.double() - want).abs() / size.clamp(min=1e-30)).max())
     # A gradient is rounded to the dtype of the logits.
     eps = torch.finfo(rows.dtype if case.with_gradient else torch.float32).eps
@@ -64,16 +66,18 @@ def _wrong_choice(case: RouteCase, x: Any, bias: Any, experts: Any, exact: bool)
     return "experts with smaller scores are chosen" if bool((own < least - NEAR).any()) else None
 
 
-def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any) -> Any:
-    """The weights of the experts, or the gradient."""
+def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any) -> tuple[Any, Any]:
+    """The weights of the experts, or the gradient; and the largest number of each token, or term of one."""
     import torch
 
     from onlinesoftmax import load_balancing_loss, route, router_z_loss
 
     z = x.double().requires_grad_()
     found = route(z, bias=bias, indices=experts, prob_sums=True, **case.arguments)
+    weights = found.weights.detach()
     if not case.with_gradient:
-        return found.weights.detach()
+        return weights, weights.abs().amax(1, keepdim=True)
     outputs = [found.weights, load_balancing_loss(found), router_z_loss(found)]
     (gradient,) = torch.autograd.grad(outputs, z, incoming(found.weights))
-    return gradient
+    terms = weights * incoming(found.weights)[0]
+    return gradient, torch.cat([gradient, terms], 1).abs().amax(1, keepdim=True)
