@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -19,7 +20,7 @@ from bench_cases import CPU, LOSS, ROWS, TOKENS, Raises, Wrong, table
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.lab.bench import analysis, peers, record_file
+from onlinesoftmax.lab.bench import analysis, peers, record_file, timing
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_input
@@ -303,7 +304,7 @@ def logging_clock(log: list[str]) -> CudaClock:
 def test_the_gpu_clock_spreads_repetitions_and_flushes_before_each() -> None:
     log: list[str] = []
     calls = {"fast": lambda: log.append("fast"), "slow": lambda: log.append("slow")}
-    samples = logging_clock(log)._rounds(calls, {"fast": 8, "slow": 2})
+    samples = logging_clock(log)._rounds(calls, {"fast": 8, "slow": 2}, 1)
     assert samples == {"fast": [250.0] * 8, "slow": [250.0] * 2}
     steps = [tuple(log[i : i + 4]) for i in range(0, len(log), 4)]
     assert set(steps) == {("flush", "event", "fast", "event"), ("flush", "event", "slow", "event")}
@@ -313,17 +314,33 @@ def test_the_gpu_clock_spreads_repetitions_and_flushes_before_each() -> None:
 def test_a_call_that_only_reads_finds_no_dirty_lines() -> None:
     log: list[str] = []
     calls = {"ours": lambda: log.append("ours"), "copy": lambda: log.append("copy")}
-    logging_clock(log)._rounds(calls, dict.fromkeys(calls, 2), Flush(clean=["ours"], least=2))
+    logging_clock(log)._rounds(calls, dict.fromkeys(calls, 2), 2, Flush(clean=["ours"]))
     ours = ["flush", "flush", "read", "event", "ours", "event"]
     copy = ["flush", "flush", "event", "copy", "event"]
     assert log == 2 * (ours + copy)
+
+
+def test_flushes_hide_the_host_time_of_the_slowest_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, clock = 0, logging_clock([])
+
+    def taking(us: int) -> Callable[[], None]:
+        def call() -> None:
+            nonlocal now
+            now += 1000 * us
+
+        return call
+
+    monkeypatch.setattr(timing, "perf_counter_ns", lambda: now)
+    # A flush takes 250 us, by the events of this clock.
+    for us, flushes in ((10, 1), (160, 1), (170, 2), (1000, 6), (10**6, timing.MOST_FLUSHES)):
+        assert clock._hiding([taking(5), taking(us)]) == flushes
 
 
 @pytest.mark.gpu
 def test_the_clean_buffer_is_as_large_as_the_flushed_one() -> None:
     clock = CudaClock(torch.device("cuda"))
     x = torch.zeros(1 << 20, device="cuda")
-    samples = clock.measure({"sum": x.sum, "copy": x.clone}, 1, Flush(clean=["sum"], least=2))
+    samples = clock.measure({"sum": x.sum, "copy": x.clone}, 1, Flush(clean=["sum"]))
     assert min(map(min, samples.values())) > 0
     rows, maxima = clock._clean
     assert rows.nbytes == clock._flush.nbytes

@@ -121,15 +121,12 @@ class OneOfEach(CpuClock):
 
 def test_a_call_that_only_reads_is_timed_without_dirty_lines() -> None:
     everybody, clock = [Ours("cpu"), Torch("cpu")], OneOfEach()
-    asked = {}
     for case in (*CASES, Case("softmax", (7, 65), 1, "float32")):
         (found,) = run([case], everybody, CPU, 1, clock)
         assert found.flush == ("dirty" if case.writes_elements else "clean")
         # The copy finds dirty lines, as it leaves some.
         assert set(clock.flush.clean) == (set() if case.writes_elements else {"ours", "torch"})
         assert found.as_dict()["flush"] == found.flush
-        asked[case.with_gradient] = clock.flush.least
-    assert asked[True] > asked[False] == 1
     assert ("clean" in " ".join(table(found).below)) is False
     (found,) = run([TOKENS], everybody, CPU, 1, clock)
     assert "without dirty lines" in " ".join(table(found).below)

@@ -143,7 +143,7 @@ def test_a_scalar_loss_and_its_gradient_are_one_call_of_a_kernel(strategy: str, 
     more = {"label_smoothing": 0.1, "z_loss": 0.1} | ({} if strategy == "cluster" else {"scale": 2.0, "softcap": 9.0})
     call = partial(osj.cross_entropy, reduction="mean", ignore_index=0, backend="pallas", strategy=strategy, **more)
     program = lowered(jax.value_and_grad(call), x, target)
-    # `split` has one launch for the states, and one that writes.  Float16 has one for the loss, and one for the gradient,
+    # `split` has one launch for the states, and one that writes.  Float16 has one for the loss, one for the gradient,
     # which waits for the factor of a gradient scaler.
     expected = 2 if strategy == "split" or dtype == "float16" else 1
     assert launches(program) == expected

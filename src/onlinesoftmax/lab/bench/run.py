@@ -22,9 +22,6 @@ from .timing import Against, Call, Clock, Flush, Samples, Times, clock_for
 
 C = TypeVar("C", bound=Case)
 
-FLUSHES_OF_AUTOGRAD = 4
-"""Flushes of the L2 cache that take longer than the host needs for the launches of a forward and a backward pass."""
-
 
 @dataclass
 class Checked:
@@ -104,9 +101,7 @@ def _measure(
     ours = ours_of(everybody, device)
     # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
     # The copy is timed behind the usual flush, which its own writes balance.
-    flush = Flush(
-        () if case.writes_elements else tuple(checked.calls), FLUSHES_OF_AUTOGRAD if case.with_gradient else 1
-    )
+    flush = Flush(() if case.writes_elements else tuple(checked.calls))
     samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms, flush)
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
@@ -149,7 +144,7 @@ def over_one_read(checked: CaseResult, calls: dict[str, Call], rows: Any, clock:
     from onlinesoftmax import logsumexp
 
     everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, rows, -1)}
-    samples = clock.measure(everything, repeat_ms, Flush(everything, FLUSHES_OF_AUTOGRAD))
+    samples = clock.measure(everything, repeat_ms, Flush(everything))
     read = Times.of(samples[ONE_READ])
 
     def timed(result: Result) -> Result:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
@@ -64,18 +66,22 @@ class Flush(NamedTuple):
 
     Attributes:
         clean: Names of the calls before which the cache is left without dirty lines.
-        least: Least number of flushes, for calls that take the host longer to queue than others.
         before: A call before the flushes.  A GPU at its power limit runs slower after long products than after others,
             so a product comes before calls that are compared with products.
     """
 
     clean: Collection[str] = ()
-    least: int = 1
     before: Call | None = None
 
 
 USUAL = Flush()
-"""One flush, which leaves dirty lines."""
+"""Flushes that leave dirty lines."""
+
+TRIALS = 5
+"""Calls that estimate a time."""
+
+MOST_FLUSHES = 200
+"""Flushes before one call at most: about 15 ms of an H200, longer than the host needs to queue a call."""
 
 
 Events = tuple[Any, Any]
@@ -141,6 +147,8 @@ class CpuClock:
 class CudaClock:
     """The clock of a GPU: CUDA events around single calls, with the L2 cache flushed before each.
 
+    There are as many flushes as it takes to hide the time that the host needs to queue the call.
+
     A flush writes zeros and leaves dirty lines in the cache, up to its size: the timed call pays for writing them to
     memory, and a call that writes elements, like the copy, leaves as many of its own unpaid.  A call that only reads
     leaves none, so before it the clock also reads a second buffer of the same size, which evicts the dirty lines.
@@ -154,29 +162,55 @@ class CudaClock:
         self._cuda, self._device, self._flushes = torch.cuda, device, flushes
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
         # Twice the size of the cache, so that all of it is evicted.  Zeroing 256 MB also takes longer than the
-        # host needs to queue a call, so no host time shows between the events.
+        # host needs to queue most calls.
         size = max(256 << 20, 2 * l2)
         self._flush = torch.empty(size, dtype=torch.int8, device=device)
         self._clean: Any = None
+
+    @cached_property
+    def flush_us(self) -> float:
+        """Microseconds of one flush."""
+        self._flush.zero_()
+        start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self._flush.zero_()
+        end.record()
+        self._cuda.synchronize(self._device)
+        return elapsed_us([(start, end)])[0]
+
+    def _hiding(self, calls: Iterable[Call]) -> int:
+        """Number of flushes that take longer than the host needs to queue the slowest of the calls."""
+        slowest = 0.0
+        for call in calls:
+            host = []
+            for _ in range(TRIALS):
+                self._cuda.synchronize(self._device)
+                start = perf_counter_ns()
+                call()
+                host.append((perf_counter_ns() - start) / 1e3)
+            slowest = max(slowest, statistics.median(host))
+        return min(MOST_FLUSHES, max(self._flushes, math.ceil(1.5 * slowest / self.flush_us)))
 
     def measure(self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL) -> Samples:
         """Samples of every call, as many as fit into `budget_ms` milliseconds for each call."""
         for call in calls.values():
             call()
-        trial = self._rounds(calls, dict.fromkeys(calls, 5), flush, flushed_too=True)
+        flushes = self._hiding(calls.values())
+        trial = self._rounds(calls, dict.fromkeys(calls, TRIALS), flushes, flush, flushed_too=True)
         fitting = {name: int(1e3 * budget_ms / statistics.median(found)) for name, found in trial.items()}
         counts = {name: max(7, min(count, 1000)) for name, count in fitting.items()}
-        return self._rounds(calls, counts, flush)
+        return self._rounds(calls, counts, flushes, flush)
 
     def _rounds(
-        self, calls: Mapping[str, Call], counts: dict[str, int], flush: Flush = USUAL, flushed_too: bool = False
-    ) -> Samples:
+        self, calls: Mapping[str, Call], counts: dict[str, int], flushes: int, flush: Flush = USUAL,
+        flushed_too: bool = False,
+    ) -> Samples:  # fmt: skip
         events: dict[str, list[Events]] = {name: [] for name in calls}
         with quiet():
             for name in (name for names in rounds(counts) for name in names):
                 if flush.before is not None:
                     flush.before()
-                events[name].append(self.timed(calls[name], flush.least, name in flush.clean, flushed_too))
+                events[name].append(self.timed(calls[name], flushes, name in flush.clean, flushed_too))
             self._cuda.synchronize(self._device)
         return {name: elapsed_us(pairs) for name, pairs in events.items()}
 
@@ -253,10 +287,6 @@ class CudaClock:
     def overhead_us(self) -> float:
         """Microseconds between the events of a launch without work: one byte is set to zero."""
         return _median_us(self, self._flush[:1].zero_)
-
-    def flush_us(self) -> float:
-        """Microseconds of one flush."""
-        return _median_us(self, self._flush.zero_)
 
 
 Clock = CpuClock | CudaClock

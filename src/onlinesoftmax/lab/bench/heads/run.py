@@ -11,7 +11,7 @@ from ..check import OTHERS_SLACK
 from ..inputs import extra_bytes, lacking
 from ..peers import Peer
 from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
-from ..run import FLUSHES_OF_AUTOGRAD, check_each, clock_of, each_case, with_times
+from ..run import check_each, clock_of, each_case, with_times
 from ..suites import Measures
 from ..timing import Call, Clock, Flush, Times
 from .cases import HeadCase
@@ -95,7 +95,7 @@ def _measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: 
     results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, inputs, sample, allowed))
     three, four = bare_products(*inputs[:2])
     everything = {**calls, THREE_PRODUCTS: three, FOUR_PRODUCTS: four}
-    samples = clock.measure(everything, repeat_ms, Flush(least=FLUSHES_OF_AUTOGRAD, before=three))
+    samples = clock.measure(everything, repeat_ms, Flush(before=three))
     products, again = (Times.of(samples[name]) for name in (THREE_PRODUCTS, FOUR_PRODUCTS))
 
     def timed(result: Result) -> Result:

@@ -18,7 +18,7 @@ from ....core.processes import gathered
 from ....distributed.shards import Shards
 from ..cases import Case
 from ..check import Inputs
-from ..timing import CudaClock, Times, elapsed_us, quiet, rounds
+from ..timing import MOST_FLUSHES, TRIALS, CudaClock, Times, elapsed_us, quiet, rounds
 
 TIMEOUT = timedelta(minutes=5)
 """Longest wait for another process, which may compile kernels or compute a float64 reference in the meantime."""
@@ -94,11 +94,8 @@ class Team(NamedTuple):
         return found
 
 
-MOST_FLUSHES = 200
-"""Flushes before one call at most: about 15 ms of an H200, longer than the host needs to queue a call."""
-
-TRIALS, FEWEST, MOST = 5, 7, 300
-"""Calls that estimate a time, and the limits of the number of repetitions."""
+FEWEST, MOST = 7, 300
+"""Limits of the number of repetitions."""
 
 
 class Timed(NamedTuple):
@@ -126,7 +123,7 @@ class GroupClock:
         self._clock = CudaClock(team.device) if team.device.type == "cuda" else None
         self._flush_us, self._meet_us = 0.0, 0.0
         if self._clock is not None:
-            self._flush_us = max(1.0, *team.largest(self._clock.flush_us()))
+            self._flush_us = max(1.0, *team.largest(self._clock.flush_us))
             self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"]
 
     def measure(
