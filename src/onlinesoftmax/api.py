@@ -238,7 +238,7 @@ def cross_entropy(
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each row, detached.
         inplace_backward: Allow the gradient to overwrite `input`, which saves its memory.  Autograd raises an error if
-            another operation needs the old values.
+            another operation needs the old values; a leaf that requires a gradient is an error on every device.
         batch_invariant: Give a row the same bits however many rows are beside it, for some speed.
         check: Raise an error for a target that is out of range.  The call then waits for the GPU.
         backend, strategy: As for `softmax`.

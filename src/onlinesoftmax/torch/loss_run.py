@@ -55,7 +55,7 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
     if loss.smoothing and loss.mask is not None:
         reason = reason or "label_smoothing with a mask has no kernel"
     way = loss_kernels if _runs_kernels(CROSS_ENTROPY.name, x, settings.choice, reason) else loss_eager
-    if way is loss_kernels and loss.inplace and x.requires_grad and torch.is_grad_enabled():
+    if loss.inplace and x.requires_grad and torch.is_grad_enabled():
         _check_inplace(x)
     if key and are_constant(loss.options) and (run := way.prepared_loss(x, target, weight, loss)) is not None:
         return keep(PREPARED_CALLS, key, run)(x, target, weight)
