@@ -140,6 +140,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "kernels.cuda.process_mailboxes": {"torch"},
     "lab.bench.sharded": {"torch"},
     "lab.bench.sharded.*": {"torch"},
+    "lab.warm": {"torch"},
     "cli.*": {"typer", "rich"},
 }
 """What modules import when they are imported themselves, beside NumPy; nothing where there is no entry."""

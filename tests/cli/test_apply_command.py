@@ -23,7 +23,7 @@ def numbers() -> np.ndarray:
 def test_apply_round_trip(axis: int, numbers: np.ndarray, tmp_path: Path) -> None:
     source, target = tmp_path / "x.npy", tmp_path / "y.npy"
     np.save(source, numbers)
-    result = run("apply", source, target, "--axis", axis, "--chunk-mb", "0.01")
+    result = run("apply", source, target, "--dim", axis, "--memory", "10kB")
     assert result.exit_code == 0, result.output
     np.testing.assert_allclose(np.load(target), reference.two_pass(numbers, axis), rtol=1e-5)
     assert len(result.stdout.splitlines()) == 1
@@ -101,14 +101,14 @@ def test_apply_ended_by_a_signal_leaves_no_file(name: str, numbers: np.ndarray, 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--axis", 2, r"axis 2 is out of range for the array of shape (40, 300): it is -2 to 1"),
+        ("--dim", 2, r"axis 2 is out of range for the array of shape (40, 300): it is -2 to 1"),
         ("--dim", -3, r"axis -3 is out of range for the array of shape (40, 300): it is -2 to 1"),
-        ("--op", "cross_entropy", "--op cross_entropy: unknown operation; choose one of softmax, log_softmax, logsum"),
-        ("--dtype", "int8", "--dtype int8: unknown dtype; choose one of float16"),
-        ("--chunk-mb", 0, "--chunk-mb must be a positive number of MiB, got 0.0"),
-        ("--chunk-mb", "nan", "--chunk-mb must be a positive number of MiB, got nan"),
-        ("--chunk-mb", "-inf", "--chunk-mb must be a positive number of MiB, got -inf"),
-        ("--chunk-mb", 1e308, "--chunk-mb must be a positive number of MiB, got 1e+308"),
+        ("--op", "cross_entropy", "--op: unknown operation 'cross_entropy'; there are: softmax, log_softmax, logsum"),
+        ("--dtype", "int8", "--dtype: unknown dtype 'int8'; there are: float16"),
+        ("--memory", 0, "--memory '0': expected a positive number of bytes, as in 600MB or 1.5GiB"),
+        ("--memory", "nan", "--memory 'nan': expected a positive number of bytes"),
+        ("--memory", "-1MB", "--memory '-1MB': expected a positive number of bytes"),
+        ("--memory", "9" * 18 + "GB", "expected a positive number of bytes"),
     ],
 )
 def test_apply_with_wrong_options_leaves_no_file(

@@ -97,7 +97,7 @@ def test_names_that_no_file_has(argument: str, tmp_path: Path, monkeypatch: pyte
     for arguments in ((argument, "y.npy"), ("x.npy", argument)):
         result = run("apply", *arguments)
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1), result.exception
-    result = run("report", argument, "-o", argument, "--gpu", "h300")
+    result = run("report", argument, "-o", argument, "--device", "h300")
     assert (result.exit_code, type(result.exception)) == (2, SystemExit)
     assert not [*tmp_path.iterdir()]
 

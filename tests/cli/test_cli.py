@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from commands import NOT_PLAIN, needs_torch, needs_triton, run, run_apart, run_json
 
 import onlinesoftmax
-from onlinesoftmax.cli import output
+from onlinesoftmax.cli import build, output
 from onlinesoftmax.cli.apply import OF_FILES
 from onlinesoftmax.cli.doctor import device_facts
 from onlinesoftmax.core.device import known
@@ -23,7 +24,7 @@ from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.kernels.registry import unavailable
 from onlinesoftmax.ops import OPERATIONS
 
-COMMANDS = ("doctor", "verify", "bench", "explain", "apply", "report")
+COMMANDS = ("doctor", "verify", "bench", "explain", "warm", "apply", "report")
 
 # Help, version, start-up
 
@@ -258,12 +259,15 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --dtype int8", "unknown dtype 'int8'"),
         ("explain 12x5 --device h20", "unknown device 'h20'; known devices: h200"),
         ("explain 12x5 --op softplus", "unknown operation 'softplus'"),
+        ("explain 12x5 --op softmx", "; did you mean softmax?"),
+        ("explain 12x5 --op cross_entropy --outputs loss,z", "--outputs: unknown output 'z'; there are: y, "),
+        ("explain 12x5 --operation softmax", "No such option"),
         ("explain 12x5 --dim 2", "out of range"),
         ("explain 12x5 --bias 7", "bias of shape (7,) does not broadcast"),
         ("explain 12x5 --mask 4y5", "shape '4y5'"),
         ("explain 12x5 --bias=", "shape ''"),
         ("explain 12x5 --softcap -1", "softcap must be positive and finite"),
-        ("explain 12x5 --fully-masked one", "fully_masked must be 'nan' or 'zero'"),
+        ("explain 12x5 --fully-masked one", "--fully-masked: unknown result 'one'; there are: nan, zero"),
         ("explain 12 --causal", "causal needs a dimension of queries"),
         ("explain 12x5 --causal --framework jax", "no causal mask"),
         ("explain 12x5 --framework mxnet", "unknown framework 'mxnet'"),
@@ -281,7 +285,7 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("apply missing.npy y.npy", "missing.npy: cannot be read: No such file or directory"),
         ("apply x.txt y.txt", "x.txt"),
         ("apply missing.npy", "Missing argument 'OUT'"),
-        ("apply missing.npy y.npy --chunk-mb nan", "--chunk-mb must be a positive number"),
+        ("apply missing.npy y.npy --memory nan", "--memory 'nan': expected a positive number of bytes"),
         pytest.param("verify --dtype float8", "unknown dtype 'float8'", marks=needs_torch),
         pytest.param("verify --op softplus", "unknown operation 'softplus'", marks=needs_torch),
         pytest.param("verify --backend metal", "unknown backend 'metal'", marks=needs_torch),
@@ -326,3 +330,34 @@ def test_wrong_variables_of_torchrun_are_a_sentence(
     assert result.exit_code == 2, result.output
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+# Completion, and one name for one thing
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "found"),
+    [
+        ("bash", "onlinesoftmax explain 4x5 --op linear_cross", "linear_cross_entropy"),
+        ("zsh", "onlinesoftmax explain 4x5 --outputs loss,tot", "_arguments '*: :((\"loss,total_loss\"))'"),
+        ("fish", "onlinesoftmax war", "warm\tCompile the kernels of some calls, as for an image."),
+    ],
+)
+def test_shells_complete_commands_and_values(shell: str, words: str, found: str) -> None:
+    variables = {
+        "_ONLINESOFTMAX_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": words, "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1), "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }  # fmt: skip
+    assert run_apart(**variables).stdout.strip() == found
+
+
+def test_an_option_has_one_name() -> None:
+    """One parameter has one long name in all commands, and a long name is one parameter."""
+    flags: dict[str, set[str]] = {}
+    for command in typer.main.get_command(build()).commands.values():  # type: ignore[attr-defined]  # it is a group
+        for option in command.params:
+            for name in [name for name in option.opts if name.startswith("--")]:
+                flags.setdefault(option.name, set()).add(name)
+    assert {name: names for name, names in flags.items() if len(names) > 1} == {}
+    every = [name for names in flags.values() for name in names]
+    assert len(every) == len(set(every))

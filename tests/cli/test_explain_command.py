@@ -57,7 +57,7 @@ def test_explain_is_the_function_of_that_name() -> None:
 
 
 def test_explain_of_a_head() -> None:
-    command = "explain 8192x4096 --operation linear_cross_entropy --classes 128256 --dtype bfloat16 --device h100"
+    command = "explain 8192x4096 --op linear_cross_entropy --classes 128256 --dtype bfloat16 --device h100"
     result = run(*command.split(), "--memory", "600MB")
     assert result.exit_code == 0, result.output
     for words in ("8 chunks of 16064 columns", "tera-operations/s", "Why not another?", "one token with the gradient"):

@@ -15,7 +15,7 @@ pytest.importorskip("jinja2", reason="a report needs jinja2")
 pytest.importorskip("jsonschema", reason="a report needs jsonschema")
 pytest.importorskip("vl_convert", reason="a report needs vl_convert")
 
-SMALL = ("--framework", "jax", "--gpu", "a100", "--op", "softmax_backward", "--dtype", "float32", "--rows", "1")
+SMALL = ("--framework", "jax", "--device", "a100", "--op", "softmax_backward", "--dtype", "float32", "--rows", "1")
 
 
 @pytest.fixture(autouse=True)
@@ -57,11 +57,11 @@ def test_by_default_the_records_of_the_checkout_are_shown(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--gpu", "h300"], "Error: unknown GPU 'h300'; there are: h200, "),
-        (["--gpu", "cpu"], "Error: unknown GPU 'cpu'; there are: h200, "),
-        (["--op", "softmin"], "Error: unknown operation 'softmin'; there are: softmax, "),
-        (["--dtype", "int8"], "Error: unknown dtype 'int8'; there are: "),
-        (["--framework", "mxnet"], "Error: unknown framework 'mxnet'; there are: torch, jax"),
+        (["--device", "h300"], "Error: unknown GPU 'h300'; there are: h200, "),
+        (["--device", "cpu"], "Error: unknown GPU 'cpu'; there are: h200, "),
+        (["--op", "softmin"], "Error: --op: unknown operation 'softmin'; there are: softmax, "),
+        (["--dtype", "int8"], "Error: --dtype: unknown dtype 'int8'; there are: "),
+        (["--framework", "mxnet"], "Error: --framework: unknown framework 'mxnet'; there are: torch, jax"),
         (["--rows", "0"], "Error: a number of rows must be at least 1, got 0"),
         (["-o", "."], "Error: --out . is a folder; name a file"),
     ],

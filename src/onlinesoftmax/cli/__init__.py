@@ -1,4 +1,4 @@
-"""The command line: `onlinesoftmax doctor | verify | bench | explain | tune | apply | report | cache`.
+"""The command line: `onlinesoftmax doctor | verify | bench | explain | warm | tune | apply | report | cache`.
 
 Each command has one file; output.py prints tables for terminals, text for pipes, and JSON.  No framework is imported
 before a command needs it, so `--help` is quick.
@@ -20,6 +20,7 @@ COMMANDS = {
     "verify": "Check every kernel against the exact result.",
     "bench": "Measure beside a copy and other libraries.",
     "explain": "Show the plan for a shape, and the reasons.",
+    "warm": "Compile the kernels of some calls, as for an image.",
     "tune": "Measure which plans are fastest on this GPU.",
     "apply": "Apply softmax to a file of any size.",
     "report": "Write a page of measurements and plans.",
@@ -47,7 +48,6 @@ def build() -> typer.Typer:
         # Plain help reads well in a pipe and in a terminal, and needs no import of rich.
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        add_completion=False,
         no_args_is_help=True,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
@@ -59,7 +59,9 @@ def build() -> typer.Typer:
         """The softmax family at the speed of memory: inspect, verify and measure the kernels, and run them on files.
 
         Every command has --json, which prints one JSON document on stdout.  The exit code is 0 for success, 1 for a
-        failed check, and 2 for wrong input.
+        failed check, and 2 for wrong input.  An option with a plural name takes names with commas between them; the
+        others with several values are repeated.  --install-completion lets bash, zsh, fish and PowerShell complete
+        commands, options and their values.
         """
 
     for name, summary in COMMANDS.items():

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..core.printable import printable
-from ..core.task import ITEMSIZE
+from ..lab.names import parse_bytes
 from ..ops import FORWARD, OPERATIONS
 from . import output
+from .options import AS_JSON, DTYPES, named
 from .sharded import joining, processes
 
 if TYPE_CHECKING:
@@ -28,12 +29,12 @@ OF_FILES = tuple(name for name in FORWARD if not OPERATIONS[name].has_target)
 def apply(
     source: str = typer.Argument(metavar="IN", help="A .npy or .safetensors file, of any size."),
     target: str = typer.Argument(metavar="OUT", help="The file to write, with the same suffix; it may be IN itself."),
-    axis: int = typer.Option(-1, "--axis", "--dim", help="The softmax dimension; negative counts from the end."),
-    op: str = typer.Option("softmax", help=f"The operation: {', '.join(OF_FILES)}."),
-    dtype: str | None = typer.Option(None, help=f"Dtype of OUT: {', '.join(ITEMSIZE)}; by default the dtype of IN."),
-    chunk_mb: float = typer.Option(16.0, help="Working memory, in MiB."),
+    dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
+    op: str = named("operation", OF_FILES, "softmax", help=f"The operation: {', '.join(OF_FILES)}."),
+    dtype: str | None = named("dtype", DTYPES, help=f"Dtype of OUT: {', '.join(DTYPES)}; by default the dtype of IN."),
+    memory: str = typer.Option("16MiB", help="Working memory, as 64MiB or 1.5GiB."),
     tensor: list[str] | None = typer.Option(None, help="A tensor of a .safetensors file; repeatable.  By default all."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Apply an operation to a file of any size, in bounded memory.
 
@@ -44,23 +45,18 @@ def apply(
 
     \b
     Example:
-      onlinesoftmax apply logits.npy probabilities.npy --axis -1 --chunk-mb 64
+      onlinesoftmax apply logits.npy probabilities.npy --dim -1 --memory 64MiB
       torchrun --nproc-per-node 4 --no-python onlinesoftmax apply logits.npy probabilities.npy
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
-    if op not in OF_FILES:
-        output.fail(f"--op {op}: unknown operation; choose one of {', '.join(OF_FILES)}")
-    if dtype is not None and dtype not in ITEMSIZE:
-        output.fail(f"--dtype {dtype}: unknown dtype; choose one of {', '.join(ITEMSIZE)}")
-    if not 1 <= chunk_mb * 2**20 <= sys.maxsize:
-        output.fail(f"--chunk-mb must be a positive number of MiB, got {chunk_mb}")
-    size = int(chunk_mb * 2**20)
+    with output.refusing():
+        size = parse_bytes("--memory", memory)
     with _interrupted_by_signals(), _process_group() as group:
-        request = {"axis": axis, "operation": op, "dtype": dtype, "chunk_bytes": size, "tensors": tensor or None}
+        request = {"axis": dim, "operation": op, "dtype": dtype, "chunk_bytes": size, "tensors": tensor or None}
         report = _run(source, target, {**request, "group": group})
     if group is not None and int(os.environ["RANK"]):
         return  # Process 0 reports for all.
     if as_json:
-        output.print_json({"source": source, "target": target, "operation": op, "axis": axis, **asdict(report)})
+        output.print_json({"source": source, "target": target, "operation": op, "dim": dim, **asdict(report)})
     else:
         output.note(_summary(target, op, report))
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from ..core.options import SCORE_OPTIONS
-from ..core.task import ITEMSIZE
 from ..lab.bench.cases import MEASURED
 from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
 from ..lab.bench.routing.peers import GATE_PEERS, OursGate
@@ -19,6 +18,7 @@ from ..lab.bench.sampling.peers import TOKEN_PEERS, OursTokens
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
 from . import bench_steps, output
+from .options import BACKENDS, DTYPES, FRAMEWORKS, STRATEGIES, named, split_names
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
@@ -27,22 +27,36 @@ if TYPE_CHECKING:
 
 
 def bench(
-    suite: str | None = typer.Option(
-        None,
+    suite: str | None = named(
+        "suite",
+        SUITES,
         help=f"{', '.join(SUITES)}.  By default forward on a GPU, cpu on a CPU.  {' and '.join(DISTRIBUTED)} run under "
         "torchrun.",
     ),
     quick: bool = typer.Option(False, "--quick", help="A few small cases of the suite, and short repeats."),
     shape: list[str] | None = typer.Option(None, help="Instead of the suite's, as 4096x50257 or 1x2^24; repeatable."),
     dim: int | None = typer.Option(None, help="The softmax dimension of --shape; by default the last."),
-    dtype: list[str] | None = typer.Option(None, help=f"{', '.join(ITEMSIZE)}; repeat for more."),
-    op: list[str] | None = typer.Option(None, help=f"Instead of the suite's: {', '.join(MEASURED)}; repeatable."),
-    fused: str = typer.Option("", help=f"Score options, with commas between them: {', '.join(SCORE_OPTIONS)}."),
+    dtype: list[str] | None = named("dtype", DTYPES, help=f"{', '.join(DTYPES)}; repeatable."),
+    op: list[str] | None = named(
+        "operation", MEASURED, help=f"Instead of the suite's: {', '.join(MEASURED)}; repeatable."
+    ),
+    fused: str = named(
+        "score option",
+        SCORE_OPTIONS,
+        "",
+        help=f"Score options, with commas between them: {', '.join(SCORE_OPTIONS)}.",
+        commas=True,
+    ),
     with_gradient: bool = typer.Option(False, "--with-gradient", help="Measure calls and their gradients by autograd."),
-    reduction: str = typer.Option("", help="Reduction of a loss: mean or none.  By default the suite's, mostly mean."),
-    framework: str = typer.Option("torch", help="Measure our functions for torch or for jax."),
-    backend: str | None = typer.Option(None, help="Force a backend of ours."),
-    strategy: str | None = typer.Option(None, help="Force a strategy of ours."),
+    reduction: str = named(
+        "reduction",
+        ("", "mean", "none"),
+        "",
+        help="Reduction of a loss: mean or none.  By default the suite's, mostly mean.",
+    ),
+    framework: str = named("framework", FRAMEWORKS, "torch", help="Measure our functions for torch or for jax."),
+    backend: str | None = named("backend", BACKENDS, help="Force a backend of ours."),
+    strategy: str | None = named("strategy", STRATEGIES, help="Force a strategy of ours."),
     peers: str | None = typer.Option(
         None,
         help="Libraries to compare, with commas between them: torch, compile, liger, quack, jax; with --framework jax, "
@@ -116,7 +130,7 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
         ours, known = whole or _sides(framework)
         usual = ",".join(known) if whole else next(iter(known))
         names = options["peers"] if options["peers"] is not None else usual
-        asked = peers(bench_steps.split_names(names), where.type, known)
+        asked = peers(split_names(names), where.type, known)
         todo = bench_steps.todo_of(suite, options)
     # Suites of heads and of tokens exclude a forced plan.
     us = ours(where.type, *(forced if any(forced) else ()))

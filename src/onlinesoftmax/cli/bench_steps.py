@@ -11,6 +11,7 @@ import typer
 
 from ..ops import OPERATIONS
 from . import output
+from .options import split_names
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
@@ -20,11 +21,6 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 """Exit code of a run that the user has interrupted, as shells give it."""
-
-
-def split_names(text: str) -> list[str]:
-    """The names in a text with commas between them."""
-    return [name for name in map(str.strip, text.split(",")) if name]
 
 
 def check_options(suite: Suite, options: Mapping[str, Any]) -> None:

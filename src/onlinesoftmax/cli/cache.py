@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from . import output
+from .options import AS_JSON
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +22,7 @@ KINDS = {"kernel": "kernels", "table": "tables", "answers": "answers", "part": "
 
 def cache(
     clear: bool = typer.Option(False, "--clear", help="Delete kernels, answers and tables; what is not ours stays."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Show the cache folder, or empty it.
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import platform
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from . import output
+from .options import AS_JSON
 
 if TYPE_CHECKING:
     from ..core.device import Device
@@ -18,7 +17,7 @@ MODULES = {"cuda": ("torch", "cuda.core"), "triton": ("torch", "triton")}
 """Modules without which a backend is not installed."""
 
 
-def doctor(as_json: bool = typer.Option(False, "--json", help="Print one JSON document.")) -> None:
+def doctor(as_json: bool = AS_JSON) -> None:
     """Show the backends, the versions, this machine's device and the devices known by name.
 
     \b

@@ -7,13 +7,23 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..core.options import SCORE_OPTIONS
-from ..core.task import ITEMSIZE
 from ..linear.plans import FUNCTIONS
 from ..ops import OPERATIONS
 from ..planner.facts import lacks_memory, plan_facts
 from ..routing.rules import SCORES
 from . import output
-from .bench_steps import split_names
+from .options import (
+    AS_JSON,
+    BACKENDS,
+    DTYPES,
+    FRAMEWORKS,
+    OUTPUTS,
+    REDUCTIONS,
+    STRATEGIES,
+    known_device,
+    named,
+    split_names,
+)
 
 if TYPE_CHECKING:
     from ..explanation import Explanation, HeadExplanation, RouteExplanation, SampleExplanation
@@ -25,43 +35,57 @@ def explain(
         metavar="SHAPE",
         help="Sizes with x between them, as in 4096x50257 or 1x2^24; for a head those of its input: tokens x hidden.",
     ),
-    dtype: str = typer.Option("float32", help=f"Dtype of the input: {', '.join(ITEMSIZE)}."),
-    op: str = typer.Option(
+    dtype: str = named("dtype", DTYPES, "float32", help=f"Dtype of the input: {', '.join(DTYPES)}."),
+    op: str = named(
+        "operation",
+        (*OPERATIONS, *FUNCTIONS, "sample", "route"),
         "softmax",
-        "--op",
-        "--operation",
         help=f"The operation: {', '.join(OPERATIONS)}; with --classes a head: {', '.join(FUNCTIONS)}; sample; route.",
     ),
     classes: int | None = typer.Option(None, min=1, help="Classes of a head, the rows of its weight."),
     memory: str | None = typer.Option(None, help="Most bytes of a head's logits and sums, as 600MB or 1.5GiB."),
-    gradients: str | None = typer.Option(
-        None, help="Gradients of a head that are wanted: input,linear_weight (the default), or none."
+    gradients: str | None = named(
+        "gradient",
+        ("input", "linear_weight", "linear_bias", "none"),
+        help="Gradients of a head that are wanted: input,linear_weight (the default), or none.",
+        commas=True,
     ),
-    reduction: str | None = typer.Option(None, help="Reduction of a head's loss: mean, sum or none."),
-    acc_dtype: str | None = typer.Option(None, help="Dtype in which chunks add up the gradient of a head's weight."),
+    reduction: str | None = named("reduction", REDUCTIONS, help="Reduction of a head's loss: mean, sum or none."),
+    acc_dtype: str | None = named(
+        "dtype", DTYPES, help="Dtype in which chunks add up the gradient of a head's weight."
+    ),
     top_k: int | None = typer.Option(None, help="Of sample: number of tokens to keep."),
     top_p: float | None = typer.Option(None, help="Of sample: part of the probability to keep."),
     min_p: float | None = typer.Option(None, help="Of sample: smallest probability to keep, as a part of the largest."),
     top_logprobs: int = typer.Option(0, help="Of sample: number of the largest log-probabilities to return."),
     k: int | None = typer.Option(None, "--k", min=1, help="Of route: number of experts of a token."),
-    score: str = typer.Option("softmax", help=f"Of route: {', '.join(SCORES)}."),
+    score: str = named("score", SCORES, "softmax", help=f"Of route: {', '.join(SCORES)}."),
     groups: int | None = typer.Option(None, min=1, help="Of route: number of groups of experts."),
     group_k: int | None = typer.Option(None, min=1, help="Of route: number of groups that a token chooses from."),
     prob_sums: bool = typer.Option(False, "--prob-sums", help="Of route: add up probabilities for a loss."),
-    outputs: str = typer.Option("", help="The outputs that a call asks for: loss,y for losses with their gradient."),
+    outputs: str = named(
+        "output",
+        OUTPUTS,
+        "",
+        help="The outputs that a call asks for: loss,y for losses with their gradient.",
+        commas=True,
+    ),
     dim: int = typer.Option(-1, help="The softmax dimension; negative counts from the end."),
     scale: float = typer.Option(1.0, help="Scale of the logits."),
     softcap: float | None = typer.Option(None, help="Softcap of the logits, a positive number."),
     bias: str | None = typer.Option(None, help="A bias of this shape, which broadcasts to SHAPE, as 50257."),
     mask: str | None = typer.Option(None, help="A boolean mask of this shape, which broadcasts to SHAPE."),
     causal: bool = typer.Option(False, "--causal", help="A causal mask; the dimension before --dim counts queries."),
-    fully_masked: str = typer.Option("nan", help="Result of a fully masked row: nan or zero."),
+    fully_masked: str = named("result", ("nan", "zero"), "nan", help="Result of a fully masked row: nan or zero."),
     batch_invariant: bool = typer.Option(False, "--batch-invariant", help="Give a row the same bits in every batch."),
-    device: str | None = typer.Option(None, help="A known device, as h200 or rtx4090; by default this machine's."),
-    framework: str = typer.Option("torch", help="The framework of the input: torch or jax."),
-    backend: str | None = typer.Option(None, help="Force a backend: cuda, triton or eager; with jax, pallas or eager."),
-    strategy: str | None = typer.Option(
-        None,
+    device: str | None = known_device(help="A known device, as h200 or rtx4090; by default this machine's."),
+    framework: str = named("framework", FRAMEWORKS, "torch", help="The framework of the input: torch or jax."),
+    backend: str | None = named(
+        "backend", BACKENDS, help="Force a backend: cuda, triton or eager; with jax, pallas or eager."
+    ),
+    strategy: str | None = named(
+        "strategy",
+        STRATEGIES,
         help="Force a strategy: row, looped, cluster or grid (cuda); row, looped, split or column (triton); "
         "row, looped, cluster or split (pallas).",
     ),
@@ -70,7 +94,7 @@ def explain(
     ptx: bool = typer.Option(False, "--ptx", help="Also print the PTX."),
     sass: bool = typer.Option(False, "--sass", help="Also print the machine code."),
     compiled: bool = typer.Option(True, "--compile/--no-compile", help="Report registers and occupancy of kernels."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """The plan for a shape: its numbers, its time against the floor, why it was chosen, and its compiled kernels.
 

@@ -10,6 +10,7 @@ import typer
 
 from ..ops import FORWARD, OPERATIONS
 from . import output
+from .options import DTYPES, FRAMEWORKS, known_device, named
 
 if TYPE_CHECKING:
     from ..lab.report.combinations import Choices
@@ -23,15 +24,16 @@ def report(
         "the current folder is a checkout; otherwise none.",
     ),
     out: Path = typer.Option(Path("report.html"), "--out", "-o", help="The HTML file to write."),
-    gpu: list[str] | None = typer.Option(None, help="A GPU of the picker; repeatable.  By default h200, h100, a100."),
-    op: list[str] | None = typer.Option(
-        None,
-        help=f"An operation for the picker, with each of its score options; repeat for more: {', '.join(OPERATIONS)}.  "
+    device: list[str] | None = known_device(help="A GPU of the picker; repeatable.  By default h200, h100, a100."),
+    op: list[str] | None = named(
+        "operation",
+        OPERATIONS,
+        help=f"An operation for the picker, with each of its score options; repeatable: {', '.join(OPERATIONS)}.  "
         f"By default every forward operation, {FORWARD[0]} with its score options, and the gradient of {FORWARD[0]}.",
     ),
-    dtype: list[str] | None = typer.Option(None, help="A dtype; repeatable.  By default bfloat16 and float32."),
+    dtype: list[str] | None = named("dtype", DTYPES, help="A dtype; repeatable.  By default bfloat16 and float32."),
     rows: list[int] | None = typer.Option(None, help="Rows; repeatable.  By default 1, 64, 4096 and 65536."),
-    framework: list[str] | None = typer.Option(None, help="torch or jax; repeatable.  By default both."),
+    framework: list[str] | None = named("framework", FRAMEWORKS, help="torch or jax; repeatable.  By default both."),
     svg: Path | None = typer.Option(None, help="Also write the first chart of the first record to this SVG file."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document about the page."),
 ) -> None:
@@ -48,7 +50,7 @@ def report(
     \b
     Examples:
       onlinesoftmax report
-      onlinesoftmax report record.json -o report.html --gpu h200 --rows 4096
+      onlinesoftmax report record.json -o report.html --device h200 --rows 4096
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     from ..lab.report.combinations import Choices
     from ..lab.report.page import missing
@@ -57,7 +59,7 @@ def report(
     if absent := missing():
         output.fail(f"report needs {', '.join(absent)}: pip install 'onlinesoftmax[report]'")
     chosen: dict[str, Any] = {
-        "gpus": gpu, "operations": op, "with_options": op, "dtypes": dtype, "rows": rows, "frameworks": framework,
+        "gpus": device, "operations": op, "with_options": op, "dtypes": dtype, "rows": rows, "frameworks": framework,
     }  # fmt: skip
     with output.refusing():
         choices = Choices(**{name: value for name, value in chosen.items() if value})

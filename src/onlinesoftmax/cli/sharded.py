@@ -11,6 +11,7 @@ import typer
 
 from ..lab.names import check_names
 from . import bench_steps, output
+from .options import split_names
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
@@ -80,7 +81,7 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
     known: dict[str, Any] = heads.PEERS if of_heads else peers.PEERS
     steps: Any = heads.run_heads if of_heads else run.run
     with output.refusing():
-        asked = list(known) if options["peers"] is None else bench_steps.split_names(options["peers"])
+        asked = list(known) if options["peers"] is None else split_names(options["peers"])
         check_names("peer", asked, known)
         todo = bench_steps.todo_of(suite, options)
     asked = list(dict.fromkeys(asked))

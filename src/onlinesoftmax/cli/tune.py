@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from ..ops import OPERATIONS
 from . import output
 from .bench import torch_device
-from .bench_steps import split_names
+from .options import AS_JSON, BACKENDS, DTYPES, OUTPUTS, named, split_names
 
 if TYPE_CHECKING:
     from ..core.device import Device
@@ -25,15 +26,25 @@ WRITE_SECONDS = 5
 
 def tune(
     quick: bool = typer.Option(False, "--quick", help="Six shapes instead of all: to see that it works."),
-    op: list[str] = typer.Option([], help="softmax, softmax_backward, logsumexp or one with a target; repeatable."),
-    outputs: str = typer.Option("", help="Measure calls with these outputs, as loss,y for a loss and its gradient."),
-    cols: list[int] = typer.Option([], min=1, help="Measure rows of this length of the grid; repeat for more."),
+    op: list[str] = named(
+        "operation", OPERATIONS, [], help="softmax, softmax_backward, logsumexp or one with a target; repeatable."
+    ),
+    outputs: str = named(
+        "output",
+        OUTPUTS,
+        "",
+        help="Measure calls with these outputs, as loss,y for a loss and its gradient.",
+        commas=True,
+    ),
+    cols: list[int] = typer.Option([], min=1, help="Measure rows of this length of the grid; repeatable."),
     shape: list[str] = typer.Option([], help="Measure this shape instead of the grid's, as 8192x128256; repeatable."),
-    dtype: list[str] = typer.Option([], help="Measure this dtype: bfloat16 or float32; repeat for more."),
-    backend: list[str] = typer.Option([], help="cuda, triton or pallas; repeatable.  By default cuda and triton."),
+    dtype: list[str] = named("dtype", DTYPES, [], help="Measure this dtype: bfloat16 or float32; repeatable."),
+    backend: list[str] = named(
+        "backend", BACKENDS, [], help="cuda, triton or pallas; repeatable.  By default cuda and triton."
+    ),
     minutes: float | None = typer.Option(None, min=0, help="Begin no shape after so many minutes; --resume continues."),
     device: str | None = typer.Option(None, help="cuda or cuda:1; the first GPU by default."),
-    out: Path | None = typer.Option(None, help="Write this JSON file instead of the table that the planner reads."),
+    out: Path | None = typer.Option(None, "--out", "-o", help="Write this JSON file, and not the planner's."),
     commit: str | None = typer.Option(None, help="The commit to record, if the sources have no history."),
     resume: bool = typer.Option(False, "--resume", help="Keep what an interrupted run has left in the file."),
     replace: bool = typer.Option(
@@ -42,7 +53,7 @@ def tune(
         help="Measure again, and replace the times in the file; times of other shapes and backends stay.  Where there "
         "is no file yet, they replace those of the package's table of this GPU.",
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print what was done as one JSON document."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Time the proposals of every strategy over a grid of shapes, and keep the fast ones.
 

@@ -10,22 +10,26 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from ..core.task import ITEMSIZE
 from ..ops import OPERATIONS
 from . import output
+from .options import AS_JSON, BACKENDS, DTYPES, STRATEGIES, named
 
 if TYPE_CHECKING:
     from ..lab.verify import Cell
 
+DEVICES = ("cpu", "cuda")
+
 
 def verify(
     quick: bool = typer.Option(False, "--quick", help="Check few inputs instead of all, and gradients in two dtypes."),
-    backend: list[str] | None = typer.Option(None, help="Only this backend; repeat for more."),
-    strategy: list[str] | None = typer.Option(None, help="Only this strategy; repeat for more."),
-    op: list[str] | None = typer.Option(None, help=f"Only this operation: {', '.join(OPERATIONS)}; repeat for more."),
-    dtype: list[str] | None = typer.Option(None, help=f"Only this dtype: {', '.join(ITEMSIZE)}; repeat for more."),
-    device: str | None = typer.Option(None, help="cpu or cuda; by default the GPU where there is one."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+    backend: list[str] | None = named("backend", BACKENDS, help="Only this backend; repeatable."),
+    strategy: list[str] | None = named("strategy", STRATEGIES, help="Only this strategy; repeatable."),
+    op: list[str] | None = named(
+        "operation", OPERATIONS, help=f"Only this operation: {', '.join(OPERATIONS)}; repeatable."
+    ),
+    dtype: list[str] | None = named("dtype", DTYPES, help=f"Only this dtype: {', '.join(DTYPES)}; repeatable."),
+    device: str | None = named("device", DEVICES, help="cpu or cuda; by default the GPU where there is one."),
+    as_json: bool = AS_JSON,
 ) -> None:
     """Check every backend, strategy, operation and dtype against the exact result, and compare with PyTorch's error.
 
@@ -56,8 +60,6 @@ def verify(
 
 def _prepare(device: str | None) -> tuple[str, bool]:
     """(device, interpreted): interpreted is True where Triton's interpreter runs the kernels."""
-    if device not in (None, "cpu", "cuda"):
-        output.fail(f"unknown device {device!r}; there are: cpu, cuda")
     if importlib.util.find_spec("torch") is None:
         output.fail("verify compares with PyTorch, and torch is not installed: pip install 'onlinesoftmax[torch]'")
     import torch

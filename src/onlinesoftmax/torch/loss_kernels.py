@@ -87,10 +87,17 @@ def scalar_output(call: Call, loss: Loss, with_gradient: bool) -> str:
     It is an empty string if separate kernels reduce the losses.
     Only CUDA's kernels can write a scalar, so they do if the plan for the losses of the rows takes CUDA.
     """
-    x = call.x
     # Test for a trace before comparing sizes: a comparison would specialise the traced program to these sizes.
-    if not x.is_cuda or is_traced(x):
+    if not call.x.is_cuda or is_traced(call.x):
         return ""
+    return scalar_in_one_launch(call, loss, with_gradient, backend_of)
+
+
+def scalar_in_one_launch(
+    call: Call, loss: Loss, with_gradient: bool, backend_of: Callable[[Call, tuple[str, ...]], str]
+) -> str:
+    """`scalar_output` of a call on a GPU; `backend_of` gives the backend of the plan for a call and its outputs."""
+    x = call.x
     most_bytes = MOST_BYTES_IN_ONE_LAUNCH if with_gradient else math.inf
     if call.beside["target"].numel() > MOST_ROWS_IN_ONE_LAUNCH or not 0 < x.numel() * x.element_size() <= most_bytes:
         return ""

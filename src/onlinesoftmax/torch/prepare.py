@@ -20,7 +20,7 @@ from ..core.task import BYTES, INTEGER_BYTES, Choice, Flags, Task, one_row_as_ma
 from ..core.view import View, contiguous_strides, strides_of_rows
 from ..kernels import registry
 from ..kernels.request import Request, Rest
-from ..planner.plan import Plan, PlanError
+from ..planner.plan import Plan, PlanError, Planner
 from . import eager, formulas
 from .arguments import checked_out
 from .device import from_torch, planner_for
@@ -158,6 +158,13 @@ def prepare(
         return lambda x, out=None, _=NOTHING: eager.call(operation, x, of_axis, out)
     launch = registry.load(the_plan.backend).prepare(Request(task, the_plan, follows_divisor))
     return _with_outputs(launch, call, task, shape, axis)
+
+
+def request_of(call: Call, outputs: tuple[str, ...], planner: Planner, follows_divisor: bool = False) -> Request:
+    """The request that `prepare` makes for a call, with the plan for another device; tensors may be without data."""
+    axis = checked_dim(call.operation.name, call.settings.dim, call.x.dim())
+    task = _task(call, operands_of(call), outputs, axis, None)
+    return Request(task, planner.plan(task, call.settings.choice), follows_divisor)
 
 
 def run_in_two(call: Call, outputs: tuple[str, ...], x: torch.Tensor, rest: torch.Tensor) -> tuple[torch.Tensor, ...]:

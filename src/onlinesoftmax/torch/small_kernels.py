@@ -54,17 +54,31 @@ def reducer(
     if backend is None or (mean and not may_count(target, weight, loss)):
         return None
     wide = loss.wide(x)
+    adds, counts = reductions(x, target, weight, loss, with_gradient, classes)
+    # The losses and the factor are new tensors.
+    add = _prepared(backend, adds, x.device, () if with_gradient else _alignments(target, weight))
+    total = _total(add, result, x.device)
+    if not with_gradient:
+        return Reducer(None, total)
+    if counts is None:
+        return Reducer(lambda _target, _weight: _ones(wide, x.device), total)
+    count = _prepared(backend, counts, x.device, _alignments(target, weight))
+    return Reducer(_factor(count, wide, x.device), total)
+
+
+def reductions(
+    x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, with_gradient: bool, classes: int | None = None
+) -> tuple[Reduction, Reduction | None]:
+    """(reduction after the loss kernel, reduction before it) for a loss; arguments as for `reducer`.
+
+    The second is None where no divisor is needed before the loss kernel.
+    """
     counts = partial(_reduction, x, target, weight, loss, classes or x.shape[loss.dim])
     if not with_gradient:
-        both = _prepared(backend, counts(), x.device, _alignments(target, weight))
-        return Reducer(None, _total(both, result, x.device))
-    # The losses and the factor are new tensors.
-    adds = Reduction(target.numel(), DTYPE_NAMES[wide], DTYPE_NAMES[result], divides=mean)
-    add = _prepared(backend, adds, x.device, ())
-    if not mean:
-        return Reducer(lambda _target, _weight: _ones(wide, x.device), _total(add, result, x.device))
-    count = _prepared(backend, counts(adds=False), x.device, _alignments(target, weight))
-    return Reducer(_factor(count, wide, x.device), _total(add, result, x.device))
+        return counts(), None
+    mean, wide, result = loss.reduction == "mean", DTYPE_NAMES[loss.wide(x)], DTYPE_NAMES[loss.settings.dtype]
+    adds = Reduction(target.numel(), wide, result, divides=mean)
+    return adds, counts(adds=False) if mean else None
 
 
 def _alignments(target: Tensor, weight: Tensor | None) -> tuple[bool, ...]:

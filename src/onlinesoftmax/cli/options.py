@@ -1,0 +1,72 @@
+"""Options whose values are names: each is checked, with the nearest name in the error, and shells complete it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import typer
+
+from ..core.device import KNOWN
+from ..core.task import ITEMSIZE
+from ..kernels import registry
+from ..lab.names import unknown
+from ..ops import OPERATIONS
+from ..planner.strategies import FOR_JAX, TABLE
+from . import output
+
+DTYPES = tuple(ITEMSIZE)
+BACKENDS = tuple(dict.fromkeys((*registry.BACKENDS, *(row[0] for row in FOR_JAX))))
+STRATEGIES = tuple(dict.fromkeys(str(row[1]) for row in (*TABLE, *FOR_JAX)))
+FRAMEWORKS = ("torch", "jax")
+REDUCTIONS = ("mean", "sum", "none")
+OUTPUTS = tuple(dict.fromkeys(output.name for operation in OPERATIONS.values() for output in operation.outputs))
+
+
+def named(
+    what: str, names: Iterable[str], default: Any = None, *flags: str, help: str, commas: bool = False
+) -> Any:  # fmt: skip
+    """An option with one name, several names where its type is a list, or names with commas between them.
+
+    Args:
+        what: What the names are names of.
+        names: The names.
+        default: The default value.
+        flags: The option's own names, where they do not follow from the parameter.
+        help: The help.
+        commas: True where one value has names with commas between them.
+    """
+    known = tuple(names)
+
+    def check(context: typer.Context, option: typer.CallbackParam, value: Any) -> Any:
+        if not context.resilient_parsing:
+            texts = [value] if isinstance(value, str) else value or ()
+            for text in texts:
+                for name in split_names(text) if commas else [text]:
+                    if name not in known:
+                        output.fail(f"{option.opts[-1]}: {unknown(what, name, known)}")
+        return value
+
+    def complete(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",") if commas else ("", "", incomplete)
+        return [f"{before}{comma}{name}" for name in known if name.startswith(last)]
+
+    return typer.Option(default, *flags, help=help, callback=check, autocompletion=complete)
+
+
+def known_device(default: Any = None, *, help: str, names: Iterable[str] = KNOWN) -> Any:
+    """An option for the name of a device, which the command checks; shells complete the names."""
+    known = tuple(names)
+
+    def complete(incomplete: str) -> list[str]:
+        return [name for name in known if name.startswith(incomplete)]
+
+    return typer.Option(default, help=help, autocompletion=complete)
+
+
+def split_names(text: str) -> list[str]:
+    """The names in a text with commas between them."""
+    return [name for name in map(str.strip, text.split(",")) if name]
+
+
+AS_JSON: Any = typer.Option(False, "--json", help="Print one JSON document.")

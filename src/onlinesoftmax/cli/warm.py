@@ -1,0 +1,91 @@
+"""`onlinesoftmax warm`: compile the kernels of some calls into the cache folder, as for an image of a container."""
+
+from __future__ import annotations
+
+import importlib.util
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..ops import FORWARD
+from . import output
+from .options import AS_JSON, DTYPES, REDUCTIONS, known_device, named
+
+if TYPE_CHECKING:
+    from ..core.device import Device
+    from ..lab.warm import Asked
+
+FUNCTIONS = (*FORWARD, "sample")
+
+
+def warm(
+    shape: list[str] = typer.Argument(metavar="SHAPE...", help="Shapes of the input, as 8192x128256."),
+    op: list[str] = named(
+        "operation", FUNCTIONS, ["softmax"], help=f"Operation: {', '.join(FUNCTIONS)}; repeatable.  By default softmax."
+    ),
+    dtype: list[str] = named(
+        "dtype", DTYPES, ["bfloat16"], help=f"Dtype: {', '.join(DTYPES)}; repeatable.  By default bfloat16."
+    ),
+    with_gradient: bool = typer.Option(False, "--with-gradient", help="The kernels of the gradients too."),
+    reduction: str = named("reduction", REDUCTIONS, "mean", help="Reduction of a loss: mean, sum or none."),
+    dim: int = typer.Option(-1, help="The softmax dimension; a loss has its classes where PyTorch has them."),
+    device: str | None = known_device(help="A known device, as h100; by default this machine's GPU."),
+    as_json: bool = AS_JSON,
+) -> None:
+    """Compile the kernels of calls into the cache folder, so that the first calls of a process compile nothing.
+
+    The GPU need not be present: with --device, the kernels are those that calls on contiguous tensors of these shapes
+    take there.  The cache folder is $ONLINESOFTMAX_CACHE (see onlinesoftmax cache); copy it into the image, or set
+    the variable while the image is built and while it runs.  Other layouts, score options, heads and route take other
+    kernels: on a machine with the GPU, run the calls themselves once, which fills the same folder.
+
+    \b
+    Examples:
+      onlinesoftmax warm 8192x128256 --op cross_entropy --with-gradient --device h100
+      onlinesoftmax warm 1x128256 64x128256 --op sample --dtype float32 --device h200
+    """  # noqa: D301  \b is typer's mark for lines that it does not wrap
+    if importlib.util.find_spec("torch") is None:
+        output.fail("warm needs torch, which is not installed: pip install 'onlinesoftmax[torch]'")
+    from ..core.device import known
+    from ..lab.names import parse_shape
+    from ..lab.warm import Asked
+    from ..torch.device import here
+
+    with output.refusing():
+        machine = here() if device is None else known(device)
+        shapes = [parse_shape(text) for text in shape]
+    if machine.kind != "cuda":
+        output.fail("warm compiles for an NVIDIA GPU; name the one that the image will run on, as in --device h100")
+    asked = [Asked(*each, dim, with_gradient, reduction) for each in product(op, shapes, dtype)]
+    _compile(asked, machine, as_json)
+
+
+def _compile(asked: list[Asked], machine: Device, as_json: bool) -> None:
+    """Compile the kernels of all calls, and print what was done; exit with 1 if one cannot be compiled."""
+    from ..core.cache import cache_folder, check_storable
+    from ..lab.warm import compile_program, programs
+
+    with output.writing(str(cache_folder())):
+        check_storable("warm")
+    with output.refusing("", IndexError):
+        # Calls share kernels: the first one names each.
+        every = [program for each in asked for program in programs(each, machine)]
+        todo = list({program.source or program.name: program for program in reversed(every)}.values())[::-1]
+    found: list[dict[str, Any]] = []
+    with output.progress_of("compiling") as show:
+        for done, program in enumerate(todo, 1):
+            try:
+                found.append({"kernel": program.name, "result": compile_program(program, machine), "failed": False})
+            except Exception as error:  # a compiler fails in many ways; the other kernels are still compiled
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                found.append({"kernel": program.name, "result": first, "failed": True})
+            if show is not None:
+                show(done, len(todo))
+    if as_json:
+        output.print_json({"folder": str(cache_folder()), "device": machine.name, "kernels": found})
+    else:
+        output.table(("kernel", "result"), [(each["kernel"], each["result"]) for each in found])
+        output.note(f"The cache folder is {cache_folder()}.")
+    if any(each["failed"] for each in found):
+        raise typer.Exit(1)
