@@ -10,11 +10,14 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.util import logging
 
-MODULES = {"jax": "onlinesoftmax.jax", "distributed": "onlinesoftmax.distributed"}
-"""The modules whose functions a page means by their bare names; on the other pages, those of the package."""
+MODULES = {
+    "jax": "onlinesoftmax.jax", "distributed": "onlinesoftmax.distributed", "command_line": "", "environment": "",
+}  # fmt: skip
+"""The module whose functions a page means by bare names, none for names of commands; elsewhere the package."""
 
 FOUND = {
-    "huggingface": "models", "cite": "start", "cache": "troubleshooting", "windows": "start", "amd": "start",
+    "huggingface": "models", "trainer": "training", "cite": "start", "cache": "environment", "onnx": "onnx",
+    "windows": "start", "amd": "start",
 }  # fmt: skip
 """Words that people search for, and the page that the search must give, among others."""
 

@@ -19,6 +19,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import onlinesoftmax
@@ -39,6 +40,10 @@ NEEDED = {
     "sampling": "torch jax",
     "routing": "torch jax",
     "moving": "torch jax",
+    "training": "transformers",
+    "files": "torch safetensors",
+    "export": "torch jax",
+    "onnx": "onnxscript onnxruntime",
 }
 """The packages without which the code of a page cannot run; torch for the other pages."""
 
@@ -79,6 +84,13 @@ STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies")
         "losses",
         "linear",
         "models",
+        "training",
+        "reinforcement",
+        "attention",
+        "files",
+        "export",
+        # PyTorch's exporter calls deprecated functions of PyTorch.
+        pytest.param("onnx", marks=pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")),
         "sampling",
         "routing",
         pytest.param("jax", marks=pytest.mark.early),
@@ -109,24 +121,41 @@ print(json.dumps([CliRunner().invoke(build(), words).output for words in json.lo
 
 @pytest.mark.early
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands on the pages are for bash")
-@pytest.mark.parametrize("page", ["plans", "compiler"])
-def test_commands_print_the_output_shown(page: str) -> None:
+@pytest.mark.parametrize("page", ["plans", "compiler", "command_line"])
+def test_commands_print_the_output_shown(page: str, tmp_path: Path) -> None:
     """One process runs all commands of a page, and bash what follows in their pipes."""
     pytest.importorskip("typer", reason="the command line needs typer")
     blocks = CONSOLE.findall(text_of(page))
     commands = [one for block in blocks for one in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)]
     assert commands
     # The pages describe ordinary use, without Triton's interpreter, which compiles nothing.
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    unset = ("TRITON_INTERPRET", "ONLINESOFTMAX_CACHE_MAXSIZE")
+    env = {key: value for key, value in os.environ.items() if key not in unset}
     env |= {"PYTHONPATH": str(PACKAGE.parent), "PYTHONIOENCODING": "utf-8", "LC_ALL": "C"}
     words = [shlex.split(command.partition(" | ")[0]) for command, _ in commands]
     assert all(name == "onlinesoftmax" for name, *_ in words)
+    np.save(tmp_path / "logits.npy", np.zeros((4, 8), np.float32))
     run = [sys.executable, "-c", RUN, json.dumps([arguments for _, *arguments in words])]
-    printed = json.loads(subprocess.run(run, env=env, stdout=subprocess.PIPE, encoding="utf-8", check=True).stdout)
+    done = subprocess.run(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    printed = json.loads(done.stdout)
     for (command, shown), output in zip(commands, printed, strict=True):
         piped = ["bash", "-c", f"onlinesoftmax() {{ cat; }}\n{command}"]
         done = subprocess.run(piped, env=env, input=output, capture_output=True, encoding="utf-8", check=False)
         assert done.stdout + done.stderr == shown, command
+
+
+def test_every_command_is_on_the_page_of_commands_and_takes_the_options_shown() -> None:
+    typer = pytest.importorskip("typer", reason="the command line needs typer")
+    from onlinesoftmax.cli import build
+
+    commands = typer.main.get_command(build()).commands
+    sections = re.findall(r"^## (\S+)$", (DOCS / "command_line.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(sections) == set(commands)
+    for page in ("command_line", "files", "environment"):
+        blocks = re.findall(r"^```bash\n(.*?)^```", (DOCS / f"{page}.md").read_text(encoding="utf-8"), re.M | re.S)
+        for line in "".join(blocks).splitlines():
+            name, *arguments = shlex.split(line.partition("onlinesoftmax ")[2], comments=True)
+            commands[name].make_context(name, arguments)
 
 
 @pytest.mark.early

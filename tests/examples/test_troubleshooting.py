@@ -85,7 +85,10 @@ def test_every_message_is_raised_or_stands_in_the_source_code() -> None:
     assert len(QUOTED) >= 20
 
 
-def test_every_environment_variable_of_the_package_is_on_the_page() -> None:
-    assert {found for text in literals() for found in re.findall(r"ONLINESOFTMAX_[A-Z_]+", text)} <= set(
-        re.findall(r"`(\w+)", TEXT)
-    )
+def test_every_environment_variable_of_the_package_is_on_its_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environment.md").read_text(encoding="utf-8")
+    read = r"""environ(?:\.get|\.setdefault)?[(\[]"(\w+)"|"(\w+)" (?:not )?in os\.environ|(ONLINESOFTMAX_[A-Z_]+)"""
+    package = Path(osm.__file__).parent
+    sources = [path for path in package.rglob("*.py") if path.relative_to(package).parts[0] != "lab"]
+    found = {name for path in sources for names in re.findall(read, path.read_text(encoding="utf-8")) for name in names}
+    assert found - {""} <= set(re.findall(r"`(\w+)", page))
