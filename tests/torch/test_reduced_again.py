@@ -186,3 +186,27 @@ def test_changed_logits() -> None:
         torch.autograd.grad(y, x, create_graph=True)
     want = torch.autograd.grad(functional.cross_entropy(2 * x, TARGET), x)[0]
     torch.testing.assert_close(torch.autograd.grad(y, x)[0], want)
+
+
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[2]], ids=str)
+def test_hooks_are_given_the_gradient_that_waits_for_backward(options: dict[str, Any]) -> None:
+    packed: list[torch.Tensor] = []
+
+    def passes(loss: Loss) -> list[torch.Tensor]:
+        x = logits()
+        h = 2 * x
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (packed.append(t), t.clone())[1], torch.clone):
+            y = loss(h)
+        (dx,) = torch.autograd.grad(y, x, create_graph=True)
+        (second,) = torch.autograd.grad(dx.pow(2).sum(), x, retain_graph=True)
+        with torch.no_grad():
+            h.zero_()
+        found = [torch.autograd.grad(3 * y, x, retain_graph=keeps)[0] for keeps in (True, False)]
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            y.backward()
+        return [second, *found]
+
+    assert_same(passes, options)
+    x = (2 * logits()).detach().requires_grad_()
+    (stored,) = torch.autograd.grad(both(options)[1](x), x)
+    assert any(t.shape == stored.shape and torch.allclose(t, stored) for t in packed)

@@ -141,10 +141,11 @@ class Recorded(torch.autograd.Function):
         else:
             found = recording.run(*tensors)
         everything = (*tensors, *found) if isinstance(found, tuple) else (*tensors, found)
-        save(ctx, recording, everything)
-        ctx.set_materialize_grads(False)
         if recording.stores_gradient:
-            ctx.gradient = everything[len(tensors) + 1]
+            _save_with_gradient(ctx, recording, everything)
+        else:
+            save(ctx, recording, everything)
+        ctx.set_materialize_grads(False)
         results = recording.results_at
         return everything[results[0]] if len(results) == 1 else tuple([everything[place] for place in results])
 
@@ -218,21 +219,34 @@ def _gradient_launch(call: Call, names: tuple[str, ...]) -> Callable[[tuple[Tens
     return gradient
 
 
-def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
-    """The gradient of a loss that is reduced to a scalar, from the gradient that forward has written.
+def _save_with_gradient(ctx: Any, recording: Recording, everything: tuple[Tensor, ...]) -> None:
+    """Save for backward as `save` does, with the gradient that forward has written.
 
-    Only derivatives of this gradient unpack the saved tensors, so the logits may change after forward if no such
-    derivative is asked for.
+    The gradient is no saved tensor, because only derivatives of it may unpack the saved tensors: otherwise the logits
+    could not change after forward.  Hooks are given it as a saved tensor, and PyTorch notices no change where they are.
     """
+    gradient = everything[len(recording.names) + 1]
+    # No prepared call is traced, and a trace cannot look for hooks.
+    traced = recording.run is None and torch.compiler.is_compiling()
+    ctx.hooked = not traced and has_saved_tensor_hooks()
+    ctx.gradient = None if ctx.hooked else gradient
+    save(ctx, recording, everything, *([gradient] if ctx.hooked else []))
+
+
+def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
+    """The gradient of a loss that is reduced to a scalar, from the gradient that forward has written."""
     traced, gradient = torch.compiler.is_compiling(), ctx.gradient
-    if gradient is not None and (traced or not torch.is_grad_enabled()):
+    first = traced or not torch.is_grad_enabled()
+    if first and ctx.hooked:
+        gradient = ctx.saved_tensors[-1]
+    if first and gradient is not None:
         if not traced and keeps_graph():
             return scale_gradient(gradient.clone(), dy)
         ctx.gradient = None
         return scale_gradient(gradient, dy)
     recording: Recording = ctx.recording
     # Raises PyTorch's error where an earlier backward pass has freed the graph.
-    saved = dict(zip(recording.saved, ctx.saved_tensors, strict=True))
+    saved = dict(zip(recording.saved, ctx.saved_tensors[: len(recording.saved)], strict=True))
     if recording.by_pytorch is None:
         raise RuntimeError("the gradient of numbers of sharded rows cannot be differentiated again (create_graph=True)")
     if "x" not in saved:

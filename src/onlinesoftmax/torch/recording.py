@@ -180,9 +180,9 @@ def recording_of(
     )  # fmt: skip
 
 
-def save(ctx: Any, recording: Recording, everything: tuple[Tensor, ...]) -> None:
-    """Save for backward what a recording names among `everything`: (*tensors, *outputs)."""
+def save(ctx: Any, recording: Recording, everything: tuple[Tensor, ...], *more: Tensor) -> None:
+    """Save for backward what a recording names among `everything`: (*tensors, *outputs); then further tensors."""
     ctx.recording = recording
-    ctx.save_for_backward(*[everything[place] for place in recording.saved_at])
+    ctx.save_for_backward(*[everything[place] for place in recording.saved_at], *more)
     if recording.constant_at:
         ctx.mark_non_differentiable(*[everything[place] for place in recording.constant_at])
