@@ -14,14 +14,20 @@ import pytest
 import onlinesoftmax
 
 PARENT = """
-import time
-from onlinesoftmax.core.workers import worker_pool
+import sys, time
+from contextlib import nullcontext
+from onlinesoftmax.cli.boundary import guarded
+from onlinesoftmax.cli.signals import interrupted_by_signals
+from onlinesoftmax.core.workers import WorkerPool
+
+def work():
+    with interrupted_by_signals() if sys.argv[1:] else nullcontext(), WorkerPool(2) as pool:
+        tasks = [pool.submit(time.sleep, 600) for _ in range(8)]
+        print(*pool._processes, flush=True)
+        tasks[0].result()
 
 if __name__ == "__main__":
-    with worker_pool(2) as pool:
-        work = [pool.submit(time.sleep, 600) for _ in range(8)]
-        print(*pool._processes, flush=True)
-        time.sleep(600)
+    sys.exit(guarded(work))
 """
 
 
@@ -34,17 +40,23 @@ def lives(process: int) -> bool:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="this system has no /proc")
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_workers_end_with_their_parent(how: signal.Signals, tmp_path: Path) -> None:
-    script = tmp_path / "parent.py"
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL", "SIGTERM, interrupts"])
+def test_workers_end_with_their_parent(how: str, tmp_path: Path) -> None:
+    """A command that a signal interrupts says no more than that: it leaves no semaphores to Python's tracker."""
+    script, (name, *interrupts) = tmp_path / "parent.py", how.split(", ")
     script.write_text(PARENT)
     env = {**os.environ, "PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1])}
-    with subprocess.Popen([sys.executable, str(script)], env=env, stdout=subprocess.PIPE, text=True) as parent:
+    command, pipe = [sys.executable, str(script), *interrupts], subprocess.PIPE
+    with subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True) as parent:
         assert parent.stdout is not None
+        assert parent.stderr is not None
         workers = [int(word) for word in parent.stdout.readline().split()]
         assert len(workers) == 2
         assert all(map(lives, workers))
-        parent.send_signal(how)
+        parent.send_signal(signal.Signals[name])
+        said = parent.stderr.read()
+    assert said == "Error: interrupted\n" or not interrupts
+    assert parent.returncode == (130 if interrupts else -signal.Signals[name])
     for _ in range(300):
         if not any(map(lives, workers)):
             break

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +17,7 @@ from ..ops import FORWARD, OPERATIONS
 from . import output
 from .options import AS_JSON, DTYPES, named
 from .sharded import joining, processes
+from .signals import interrupted_by_signals
 
 if TYPE_CHECKING:
     from ..files.apply import Report
@@ -50,7 +50,7 @@ def apply(
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     with output.refusing():
         size = parse_bytes("--memory", memory)
-    with _interrupted_by_signals(), _process_group() as group:
+    with interrupted_by_signals(), _process_group() as group:
         request = {"axis": dim, "operation": op, "dtype": dtype, "chunk_bytes": size, "tensors": tensor or None}
         report = _run(source, target, {**request, "group": group})
     if group is not None and int(os.environ["RANK"]):
@@ -59,24 +59,6 @@ def apply(
         output.print_json({"source": source, "target": target, "operation": op, "dim": dim, **asdict(report)})
     else:
         output.note(_summary(target, op, report))
-
-
-@contextmanager
-def _interrupted_by_signals() -> Iterator[None]:
-    """Let the signals that end a process interrupt the block as Ctrl-C does, so that the unfinished file is removed.
-
-    torchrun ends the other processes by SIGTERM when one has failed, a batch system when the time is over; a terminal
-    that is closed sends SIGHUP.  A signal that is ignored, as by nohup, stays ignored.
-    """
-    found = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    changed = [each for each in found if signal.getsignal(each) == signal.SIG_DFL]
-    for each in changed:
-        signal.signal(each, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        for each in changed:
-            signal.signal(each, signal.SIG_DFL)
 
 
 @contextmanager

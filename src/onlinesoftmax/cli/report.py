@@ -11,6 +11,7 @@ import typer
 from ..ops import FORWARD, OPERATIONS
 from . import output
 from .options import DTYPES, FRAMEWORKS, known_device, named
+from .signals import interrupted_by_signals
 
 if TYPE_CHECKING:
     from ..lab.report.combinations import Choices
@@ -65,7 +66,8 @@ def report(
         choices = Choices(**{name: value for name, value in chosen.items() if value})
     paths = results or ([FOLDER] if FOLDER.is_dir() else [])
     _check_outputs(out, svg, paths)
-    _write_page(paths, choices, out, svg, as_json)
+    with interrupted_by_signals():
+        _write_page(paths, choices, out, svg, as_json)
 
 
 def _check_outputs(out: Path, svg: Path | None, paths: list[Path]) -> None:

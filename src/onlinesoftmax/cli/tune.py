@@ -14,6 +14,7 @@ from ..ops import OPERATIONS
 from . import output
 from .bench import torch_device
 from .options import AS_JSON, BACKENDS, DTYPES, OUTPUTS, named, split_names
+from .signals import interrupted_by_signals
 
 if TYPE_CHECKING:
     from ..core.device import Device
@@ -93,7 +94,8 @@ def tune(
             "times into this GPU's table with --replace"
         )
     left = left_of(None if replace else begun, todo, backends)
-    table, count, refused = _measure(where, machine, left, minutes, commit, file, begun)
+    with interrupted_by_signals():
+        table, count, refused = _measure(where, machine, left, minutes, commit, file, begun)
     _report(table, file.path, (count, not replace), refused, as_json)
 
 

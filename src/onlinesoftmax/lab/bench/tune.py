@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...core.device import Device
 from ...core.problem import Problem
 from ...core.task import ITEMSIZE
-from ...core.workers import worker_pool
+from ...core.workers import WorkerPool
 from ...kernels import registry
 from ...kernels.request import Request
 from ...ops import OPERATIONS
@@ -97,7 +97,7 @@ class Compiler:
     def __init__(self, arch: str) -> None:
         self._arch = arch
         self._workers = min(len(os.sched_getaffinity(0)), 16)
-        self._pool = worker_pool(self._workers)
+        self._pool = WorkerPool(self._workers)
         self._done: set[Any] = set()
 
     def compile(self, requests: Sequence[Request]) -> None:

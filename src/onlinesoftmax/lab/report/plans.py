@@ -19,7 +19,7 @@ from typing import Any
 from ...core.cache import UnusableError, cache_folder, load_entry, read_private, report_unused, store_entry
 from ...core.cache_size import ANSWERS
 from ...core.device import known
-from ...core.workers import worker_pool
+from ...core.workers import WorkerPool
 from ...explanation import Explanation
 from ...planner.facts import plan_facts
 from ...planner.measured import slug
@@ -134,8 +134,9 @@ def _each(combinations: Sequence[Combination]) -> Iterator[dict[str, Any]]:
     if workers < 2:
         yield from map(answers_of, combinations)
         return
-    with worker_pool(workers) as pool:
-        yield from pool.map(answers_of, combinations, chunksize=2)
+    with WorkerPool(workers) as pool:
+        for work in [pool.submit(answers_of, combination) for combination in combinations]:
+            yield work.result()
 
 
 def _packed(family: dict[str, Any], texts: Texts) -> dict[str, Any]:
