@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs tables records bench release-check clean
+.PHONY: help demo test lint docs tables records bench hub release-check clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ records: $(READY) ## Measure benchmarks/results again on this machine's GPU, bes
 
 bench: $(READY) ## Measure times and GB/s for a table of shapes on this machine
 	@$(BIN)/onlinesoftmax bench
+
+hub: $(READY) ## Write a repository for the Hugging Face hub into build/hub
+	@$(BIN)/python hub/build.py build/hub
 
 release-check: $(READY) ## Run .ci/run, build the package into dist, check it, and try it in empty environments
 	@.ci/run

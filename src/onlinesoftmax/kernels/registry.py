@@ -13,8 +13,8 @@ from types import ModuleType
 from ..core.declaration import Operation
 
 BACKENDS = {
-    "cuda": "onlinesoftmax.kernels.cuda",
-    "triton": "onlinesoftmax.kernels.triton",
+    "cuda": f"{__package__}.cuda",
+    "triton": f"{__package__}.triton",
     "eager": "",
 }
 """Module of each backend's kernels; empty for the framework's own operations, which are always there."""

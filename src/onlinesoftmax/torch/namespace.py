@@ -10,10 +10,13 @@ import importlib
 import sys
 from typing import Any
 
-NAMESPACE = "onlinesoftmax"
+PACKAGE = __name__.removesuffix(".torch.namespace")
+"""Name of the package, which is another one for a copy from the Hugging Face hub."""
+
+NAMESPACE = PACKAGE.replace(".", "_")
 
 REGISTER = tuple(
-    f"onlinesoftmax.{module}"
+    f"{PACKAGE}.{module}"
     for module in ("torch.custom_op", "linear.operators", "routing.operators", "sampling.operators")
 )
 """The modules that register operators when they are imported."""
