@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="the routing of tensors needs torch")
 
 from onlinesoftmax.routing import reference  # noqa: E402  # torch may be missing
+from onlinesoftmax.routing.results import Routed  # noqa: E402  # torch may be missing
 from onlinesoftmax.routing.rules import Call, Gradients, checked_rule  # noqa: E402
 
 OPTIONS = [
@@ -173,13 +174,14 @@ def test_the_gradient_is_that_of_automatic_differentiation(score: str, order: st
         *[torch.randn(t.shape, generator=rng, dtype=torch.float64) for t in (found.weights, found.prob_sums, found.lse)]
     )
     (wanted,) = torch.autograd.grad([found.weights, found.prob_sums, found.lse], x, list(given))
-    torch.testing.assert_close(reference.gradient(call, indices, given), wanted, rtol=1e-12, atol=1e-14)
+    found = Routed(*(t if t is None else t.detach() for t in found))
+    torch.testing.assert_close(reference.gradient(call, found, given), wanted, rtol=1e-12, atol=1e-14)
     assert wanted.isfinite().all()
     for name in Gradients._fields:
         alone = Gradients(*[given[i] if each == name else None for i, each in enumerate(Gradients._fields)])
         fresh = reference.found_at(call, indices)
         (wanted,) = torch.autograd.grad(getattr(fresh, name), x, getattr(given, name))
-        torch.testing.assert_close(reference.gradient(call, indices, alone), wanted, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(reference.gradient(call, found, alone), wanted, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 10])
@@ -195,5 +197,29 @@ def test_parts_of_the_tokens_give_the_same(sequences: int, most: int, monkeypatc
     for ours, wanted in zip(reference.found_of(call)[:5], whole[:5], strict=True):
         assert ours.dtype == wanted.dtype
         torch.testing.assert_close(ours, wanted, rtol=1e-14, atol=1e-14)
-    ours = reference.gradient_of(call, whole.indices, given)
-    torch.testing.assert_close(ours, reference.gradient(call, whole.indices, given), rtol=1e-14, atol=1e-14)
+    ours = reference.gradient_of(call, whole, given)
+    torch.testing.assert_close(ours, reference.gradient(call, whole, given), rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize(("score", "order", "renormalize"), OPTIONS)
+def test_calls_whose_numbers_are_finite_give_the_same(score: str, order: str, renormalize: bool) -> None:
+    """A CPU leaves out steps for infinite numbers where it sees none; one of them brings all steps back."""
+    rng = torch.Generator().manual_seed(3)
+    x = (torch.randn(30, 8, generator=rng, dtype=torch.float64) * 4).requires_grad_()
+    x.data[3, 2], x.data[4] = x.data[3, 5], 700.0
+    bias = torch.randn(8, generator=rng, dtype=torch.float64)
+    given = Gradients(*[torch.randn(s, generator=rng, dtype=torch.float64) for s in ((30, 3), (2, 8), (30,))])
+    for own in (None, bias):
+        options = {"score": score, "order": order, "renormalize": renormalize, "groups": 4, "group_k": 3, "scale": 0.5}
+        call = call_of(x, 3, bias=own, sequences=2, **options)
+        exact = reference.found_at(call, reference.choose(call))
+        (wanted,) = torch.autograd.grad([exact.weights, exact.prob_sums, exact.lse], x, list(given))
+        found = reference.found_of(call._replace(x=x.detach()))
+        for ours, theirs in zip(found[:5], exact[:5], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+        dx = reference.gradient(call, found, given, complete=True)
+        torch.testing.assert_close(dx, wanted, rtol=1e-12, atol=1e-13)
+        infinite = torch.cat([x.detach(), torch.full((2, 8), -math.inf, dtype=torch.float64)])
+        again = reference.found_of(call._replace(x=infinite, sequences=1, tokens=32))
+        torch.testing.assert_close(again.weights[:30], found.weights, rtol=1e-13, atol=1e-13)
+        assert again.indices[:30].tolist() == found.indices.tolist()

@@ -33,8 +33,8 @@ def _take(t: Array, places: Array) -> Array:
 
 CHOOSING = selection.Functions(
     namespace(np.zeros(1)), exact=lambda t: t, rounded=lambda t: t, double=lambda t: t.astype(np.float64),
-    single=lambda t: t.astype(np.float32, copy=False), power_of_two=_power_of_two, sqrt=np.sqrt, log1p=np.log1p,
-    largest=_largest, sorted=lambda t: np.sort(t, -1), take=_take,
+    single=lambda t: t.astype(np.float32, copy=False), bounded=np.clip, power_of_two=_power_of_two, sqrt=np.sqrt,
+    log1p=np.log1p, largest=_largest, sorted=lambda t: np.sort(t, -1), take=_take,
 )  # fmt: skip
 """NumPy's functions for the choice of experts."""
 

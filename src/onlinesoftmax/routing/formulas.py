@@ -45,6 +45,7 @@ class Functions(NamedTuple):
         sqrt, log1p: Functions of one array.
         constant: The same numbers without a gradient.
         take: take(array, places) along the last axis.
+        softmax: Softmax of finite numbers along the last axis, as one function of the library; None without one.
     """
 
     xp: Any
@@ -52,6 +53,7 @@ class Functions(NamedTuple):
     log1p: Callable[[Array], Array]
     constant: Callable[[Array], Array]
     take: Callable[[Array, Array], Array]
+    softmax: Callable[[Array], Array] | None = None
 
 
 class Found(NamedTuple):
@@ -69,7 +71,8 @@ class Found(NamedTuple):
 
 
 def results_of(
-    of: Functions, x: Array, bias: Array | None, indices: Array, rule: Rule, with_probabilities: bool, complete: bool
+    of: Functions, x: Array, bias: Array | None, indices: Array, rule: Rule, with_probabilities: bool, complete: bool,
+    finite: bool = False,
 ) -> Found:  # fmt: skip
     """The results for known experts.
 
@@ -81,6 +84,7 @@ def results_of(
         rule: How they are weighted.
         with_probabilities: True to return the probabilities.
         complete: True where no expert is -1: there is no mask, and no expert was given.
+        finite: True where the caller knows that the call is complete, and that all logits and biases are finite.
     """
     xp = of.xp
     places = indices if complete else xp.where(indices < 0, 0, indices)
@@ -91,10 +95,19 @@ def results_of(
 
     # The logits of a token that is not valid may be anything.
     x = of_valid(x)
-    lse, picked = logsumexp(of, x), of.take(x, places)
-    out = (picked == -math.inf) | is_out(of, bias, places)
-    weights = weights_of(of, picked, out if complete else out | (indices < 0), lse, rule)
-    p = of_valid(probabilities(of, x, lse, rule)) if with_probabilities else None
+    picked, out, p = of.take(x, places), None, None
+    if finite and of.softmax is not None:
+        p = of.softmax(x)
+        # The largest logit has the probability 1 / sum(exp(x - m)).
+        lse = xp.max(x, -1) - xp.log(xp.max(p, -1))
+    else:
+        lse, out = logsumexp(of, x), (picked == -math.inf) | is_out(of, bias, places)
+        out = out if complete else out | (indices < 0)
+    weights = weights_of(of, picked, out, lse, rule)
+    if not with_probabilities:
+        p = None
+    elif p is None or rule.score is not Score.SOFTMAX:
+        p = of_valid(probabilities(of, x, lse, rule))
     return Found(weights, p, of_valid(lse))
 
 
@@ -106,27 +119,35 @@ def is_out(of: Functions, bias: Array | None, places: Array) -> Array | bool:
     return excluded
 
 
-def weights_of(of: Functions, x: Array, out: Array, lse: Array, rule: Rule) -> Array:
+def weights_of(of: Functions, x: Array, out: Array | None, lse: Array, rule: Rule) -> Array:
     """The weights of chosen experts, (..., k).
 
     Args:
         of: Functions of the library.
         x: Their logits, (..., k).
-        out: True for those without a weight, (..., k).
+        out: True for those without a weight, (..., k); None where all are finite and have one.
         lse: Logsumexp of all logits, (..., 1).
         rule: How they are weighted.
     """
-    xp, x = of.xp, of.xp.where(out, 0.0, x)
-    if rule.of_chosen:
-        scores = xp.exp(x - of.constant(shift(xp, xp.max(xp.where(out, -math.inf, x), -1))))
-    elif rule.score is Score.SOFTMAX:
-        scores = xp.exp(x - lse)
+    xp = of.xp
+
+    def of_chosen(t: Array, other: float = 0.0) -> Array:
+        return t if out is None else xp.where(out, other, t)
+
+    x = of_chosen(x)
+    if rule.of_chosen and out is None and of.softmax is not None:
+        scores = of.softmax(x)
     else:
-        scores = score_of(of, x, rule)
-    scores = xp.where(out, 0.0, scores)
-    if rule.renormalize:
-        scores = scores / _divisor(xp, xp.sum(scores, -1))
-    return xp.where(out, 0.0, scores * rule.scale)
+        if rule.of_chosen:
+            scores = xp.exp(x - of.constant(shift(xp, xp.max(of_chosen(x, -math.inf), -1))))
+        elif rule.score is Score.SOFTMAX:
+            scores = xp.exp(x - lse)
+        else:
+            scores = score_of(of, x, rule)
+        scores = of_chosen(scores)
+        if rule.renormalize:
+            scores = scores / _divisor(xp, xp.sum(scores, -1))
+    return of_chosen(scores if rule.scale == 1 else scores * rule.scale)
 
 
 def score_of(of: Functions, x: Array, rule: Rule) -> Array:
@@ -149,8 +170,18 @@ def logsumexp(of: Functions, x: Array) -> Array:
     return xp.where(total == 0, -math.inf, m + xp.log(_divisor(xp, total)))
 
 
-def probabilities(of: Functions, x: Array, lse: Array, rule: Rule) -> Array:
-    """The probability of each expert, (..., experts); `lse` is the logsumexp of the logits, (..., 1)."""
+def probabilities(of: Functions, x: Array, lse: Array, rule: Rule, finite: bool = False) -> Array:
+    """The probability of each expert, (..., experts).
+
+    Args:
+        of: Functions of the library.
+        x: Logits (..., experts).
+        lse: Their logsumexp (..., 1).
+        rule: The rule of the call.
+        finite: True where the caller knows that lse is finite, for softmax.
+    """
+    if finite and rule.score is Score.SOFTMAX:
+        return of.xp.exp(x - lse)
     xp, out = of.xp, x == -math.inf
     x = xp.where(out, 0.0, x)
     if rule.score is Score.SOFTMAX:

@@ -43,7 +43,8 @@ def load_balancing_loss(routed: Any, kind: Any, total: Total, fused: Fused | Non
     if fused is not None and (found := fused(sums, counts, factor, False)) is not None:
         return found
     chosen = counts.sum(-1)
-    each = (counts * sums).sum(-1) * factor / _divisor(chosen) / _divisor(chosen)
+    divisor = _divisor(chosen)
+    each = (counts * sums).sum(-1) * factor / divisor / divisor
     return each.sum() / _divisor((chosen > 0).sum()) if each.ndim else each
 
 

@@ -44,7 +44,9 @@ def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> R
     if dense:
         places = indices.clamp(min=0).long()
         whole = weights.new_zeros(len(weights), experts).scatter_add(1, places, weights).reshape(*rows, experts)
-    counts, sums = (None if t is None else t.reshape(*rows[:-1], experts) for t in (counts, sums))
+    of_sequences = (*rows[:-1], experts)
+    counts = None if counts is None else counts.reshape(of_sequences)
+    sums = None if sums is None else sums.reshape(of_sequences)
     if len(rows) != 1:
         weights, indices, lse = weights.reshape(*rows, k), indices.reshape(*rows, k), lse.reshape(rows)
     return Routed(weights, indices, counts, sums, lse, whole)
@@ -56,10 +58,17 @@ def found_of(call: Call) -> Routed:
     return reference.found_of(call) if found is None else found
 
 
-def gradient_of(call: Call, found: Routed, given: Gradients) -> Tensor:
-    """The gradient of the logits, (T, experts) in their dtype; `found` holds weights, indices and lse of the call."""
+def gradient_of(call: Call, found: Routed, given: Gradients, complete: bool = False) -> Tensor:
+    """The gradient of the logits, (T, experts) in their dtype.
+
+    Args:
+        call: The call.
+        found: Its results; weights, indices and lse are read.
+        given: Gradients of the results.
+        complete: True where the caller knows that no index is -1.
+    """
     dx = _gradient_by_kernel(call, found, given)
-    return reference.gradient_of(call, found.indices, given) if dx is None else dx
+    return reference.gradient_of(call, found, given, complete) if dx is None else dx
 
 
 def _by_kernel(call: Call) -> Routed | None:
@@ -107,6 +116,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: Call, run: Any) -> Any:
         found = run(x, how.bias, how.mask, how.indices) if run is not None else found_of(how._replace(x=x))
+        ctx.complete = how.complete
         ctx.how = how._replace(bias=None, mask=None, indices=None)
         ctx.save_for_backward(x, how.bias, how.mask, found.weights, found.indices, found.lse)
         ctx.mark_non_differentiable(*[t for t in (found.indices, found.counts) if t is not None])
@@ -123,7 +133,7 @@ class _Recorded(torch.autograd.Function):
         # A kernel's gradient has no derivative, and a kernel cannot read a batch.
         if torch.is_grad_enabled() or any(map(is_batched, given)):
             return _gradient_by_pytorch(call, indices, given), None, None
-        return gradient_of(call, Routed(weights, indices, None, None, lse), given), None, None
+        return gradient_of(call, Routed(weights, indices, None, None, lse), given, ctx.complete), None, None
 
 
 def _gradient_by_pytorch(call: Call, indices: Tensor, given: Gradients) -> Tensor:

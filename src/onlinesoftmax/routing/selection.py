@@ -60,6 +60,7 @@ class Functions(NamedTuple):
         rounded: Rounds the result of one operation to float32, in the dtype of the arithmetic.
         double: Converts to float64.
         single: Rounds to float32.
+        bounded: bounded(array, low, high): numbers below low become low, those above high high, and NaN stays.
         power_of_two: 2^n for whole float32 numbers n from -125 to 125; any number for NaN.
         sqrt, log1p: Functions of a float64 array.
         largest: largest(keys, k): places of the k largest keys, in the order of keys.
@@ -72,6 +73,7 @@ class Functions(NamedTuple):
     rounded: Callable[[Array], Array]
     double: Callable[[Array], Array]
     single: Callable[[Array], Array]
+    bounded: Callable[[Array, float, float], Array]
     power_of_two: Callable[[Array], Array]
     sqrt: Callable[[Array], Array]
     log1p: Callable[[Array], Array]
@@ -80,7 +82,7 @@ class Functions(NamedTuple):
     take: Callable[[Array, Array], Array]
 
 
-def chosen(of: Functions, x: Array, bias: Array | None, rule: Rule, wide: bool) -> Array:
+def chosen(of: Functions, x: Array, bias: Array | None, rule: Rule, wide: bool, finite: bool = False) -> Array:
     """The experts of each token, (..., k) integers, in the order of their keys.
 
     Args:
@@ -89,21 +91,22 @@ def chosen(of: Functions, x: Array, bias: Array | None, rule: Rule, wide: bool) 
         bias: Bias with the dtype of x, in a shape that broadcasts to x; None for none.
         rule: How experts are chosen.
         wide: True for float64 logits.
+        finite: True where the caller knows that all logits and biases are finite.
     """
     if wide:
         of = of._replace(exact=_same, rounded=_same, double=_same, single=_same)
     keys = values = x
     if bias is not None or rule.group_top > 1:
-        scores = _scores(of, of.exact(x), rule, bias is not None, wide)
+        scores = _scores(of, of.exact(x), rule, bias is not None, wide, finite)
         if bias is not None:
             scores = of.exact(scores) + of.exact(bias)
-        values = of.xp.where(x == -math.inf, -math.inf, of.single(scores))
+        values = of.single(scores) if finite else of.xp.where(x == -math.inf, -math.inf, of.single(scores))
         keys = x if bias is None else values
     if rule.groups == 1:
         return of.largest(keys, rule.k)
     size, rows = rule.experts // rule.groups, tuple(x.shape[:-1])
     in_groups = values.reshape((*rows, rule.groups, size))
-    kept = of.sorted(of.largest(_group_scores(of, in_groups, rule.group_top), rule.group_k))
+    kept = of.sorted(of.largest(_group_scores(of, in_groups, rule.group_top, finite), rule.group_k))
     experts = (kept[..., None] * size + of.xp.arange(in_groups, -1)).reshape((*rows, rule.group_k * size))
     return of.take(experts, of.largest(of.take(keys, experts), rule.k))
 
@@ -112,42 +115,48 @@ def _same(t: Array) -> Array:
     return t
 
 
-def _group_scores(of: Functions, values: Array, top: int) -> Array:
+def _group_scores(of: Functions, values: Array, top: int, finite: bool) -> Array:
     """The score of each group, (..., groups), of the values (..., groups, experts of a group)."""
     best = of.take(values, of.largest(values, top))
     total = best[..., 0]
     for i in range(1, top):
-        total = total + of.xp.where(best[..., i] == -math.inf, 0.0, best[..., i])
+        added = best[..., i]
+        total = total + (added if finite else of.xp.where(added == -math.inf, 0.0, added))
     return total
 
 
-def _scores(of: Functions, x: Array, rule: Rule, normalized: bool, wide: bool) -> Array:
+def _scores(of: Functions, x: Array, rule: Rule, normalized: bool, wide: bool, finite: bool) -> Array:
     """The scores that decide; those of softmax are divided by their sum only where this is asked for."""
     if rule.selection is Score.IDENTITY:
         return x
-    scores = {Score.SOFTMAX: _softmax, Score.SIGMOID: _sigmoid, Score.SQRTSOFTPLUS: _sqrtsoftplus}[rule.selection]
-    return scores(of, x, normalized, wide)
+    if rule.selection is Score.SOFTMAX:
+        return _softmax(of, x, normalized, wide, finite)
+    return (_sigmoid if rule.selection is Score.SIGMOID else _sqrtsoftplus)(of, x, wide)
 
 
-def _softmax(of: Functions, x: Array, normalized: bool, wide: bool) -> Array:
+def _softmax(of: Functions, x: Array, normalized: bool, wide: bool, finite: bool) -> Array:
     xp = of.xp
-    m = xp.max(xp.where(x != x, -math.inf, x), -1)
-    # The difference of two infinite logits would be NaN.
-    e = _exp(of, xp.where(x == m, 0.0, of.rounded(x - m)), wide)
+    if finite:
+        difference = of.rounded(x - xp.max(x, -1))
+    else:
+        m = xp.max(xp.where(x != x, -math.inf, x), -1)
+        # The difference of two infinite logits would be NaN.
+        difference = xp.where(x == m, 0.0, of.rounded(x - m))
+    e = _exp(of, difference, wide)
     if not normalized:
         return e
-    numbers = xp.where(e == e, e, 0.0)
+    numbers = e if finite else xp.where(e == e, e, 0.0)
     if wide:
         return e / xp.sum(numbers, -1)
     masses = xp.sum((of.double(numbers) * 2.0**MASS_BITS).round(), -1)
     return of.rounded(e / of.exact(of.single(masses * 2.0**-MASS_BITS)))
 
 
-def _sigmoid(of: Functions, x: Array, _: bool, wide: bool) -> Array:
+def _sigmoid(of: Functions, x: Array, wide: bool) -> Array:
     return of.rounded(1.0 / of.rounded(1.0 + _exp(of, -x, wide)))
 
 
-def _sqrtsoftplus(of: Functions, x: Array, _: bool, wide: bool) -> Array:
+def _sqrtsoftplus(of: Functions, x: Array, wide: bool) -> Array:
     t, positive = _exp(of, -abs(x), wide), of.xp.where(x < 0, 0.0, x)
     if wide:
         return of.sqrt(positive + of.log1p(t))
@@ -161,7 +170,7 @@ def _exp(of: Functions, x: Array, wide: bool) -> Array:
     if wide:
         return of.xp.exp(x)
     y = of.rounded(x * LOG2_E)
-    y = of.xp.where(y < -LARGEST_POWER, -LARGEST_POWER, of.xp.where(y > LARGEST_POWER, LARGEST_POWER, y))
+    y = of.bounded(y, -LARGEST_POWER, LARGEST_POWER)
     n = y.round()
     return _polynomial(of, POWER_OF_TWO, y - n) * of.power_of_two(n)
 

@@ -22,8 +22,7 @@ def largest(z: Tensor, k: int) -> Tensor:
         k: From 0 to the number of columns.
     """
     columns = z.shape[1]
-    traced = torch.compiler.is_compiling() or is_transformed()
-    if 0 < k < columns and z.is_cpu and type(z) in PLAIN_TYPES and not traced:
+    if 0 < k < columns and z.shape[0] and is_readable(z):
         return _largest_on_cpu(z, k)
     if z.dtype == torch.float64 or columns > _LOW or k == columns:
         return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
@@ -32,9 +31,18 @@ def largest(z: Tensor, k: int) -> Tensor:
     return _LOW - (keys.topk(k, -1).values & _LOW)
 
 
+def is_readable(t: Tensor) -> bool:
+    """True for a tensor whose values the host can read without waiting: on a CPU, outside of traces and transforms."""
+    # Tracers other than dynamo pass tensors of another type.
+    return t.is_cpu and type(t) in PLAIN_TYPES and not torch.compiler.is_dynamo_compiling() and not is_transformed()
+
+
 def _largest_on_cpu(z: Tensor, k: int) -> Tensor:
     """`largest` by torch.topk, which promises no order of equal scores; the values of tensors are read."""
     values, found = z.topk(k + 1, -1)
+    # If all scores of all rows fall, none are equal or NaN.  Differences of infinite scores are NaN.
+    if values.diff().amax().item() < 0:
+        return found[:, :k]
     # NaN comes first, so a NaN follows a NaN.
     same, found = (values[:, 1:] == values[:, :-1]) | values[:, 1:].isnan(), found[:, :k]
     rows = same.any(1).nonzero().squeeze(1)

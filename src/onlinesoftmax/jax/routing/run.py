@@ -33,6 +33,7 @@ def _choosing() -> selection.Functions:
         rounded=lambda t: jax.lax.reduce_precision(t, 8, 23),
         double=lambda t: t.astype(jnp.float64),
         single=lambda t: t.astype(jnp.float32),
+        bounded=jnp.clip,
         power_of_two=lambda n: (jnp.nan_to_num(n).astype(jnp.int64) + 1023 << 52).view(jnp.float64),
         sqrt=jnp.sqrt,
         log1p=jnp.log1p,
