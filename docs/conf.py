@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,16 @@ def skip_inner_members(app: Any, what: str, name: str, found: Any, skip: bool, o
     return True if "property" in kind or kind == "_tuplegetter" or name in ("extra_repr", "facts") else None
 
 
+def delete_old_pages(app: Any) -> None:
+    """Delete the pages of the reference whose objects api.md lists no more; autosummary writes the others."""
+    listed = re.findall(r"^   ~?([\w.]+)$", (app.srcdir / "api.md").read_text(encoding="utf-8"), re.MULTILINE)
+    for page in (app.srcdir / "reference").glob("*.rst"):
+        if page.stem.removeprefix("onlinesoftmax.") not in listed:
+            page.unlink()
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    # Before Sphinx looks for pages.
+    app.connect("config-inited", lambda app, config: delete_old_pages(app))
     app.connect("autodoc-skip-member", skip_inner_members)

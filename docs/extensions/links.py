@@ -26,10 +26,12 @@ def link(app: Any, doctree: Any) -> None:
     """Let code in a line refer to the object of its name; code that is no name stays as it is."""
     module = MODULES.get(app.env.docname, "onlinesoftmax")
     for literal in list(doctree.findall(nodes.literal)):
-        name = re.sub(r"^osm\.|\(\)$", "", literal.astext())
-        name = re.sub(r"^np\.", "numpy.", name)
+        name = literal.astext().removesuffix("()")
+        for short, name_of_module in (("osm.", "onlinesoftmax."), ("osj.", "onlinesoftmax.jax."), ("np.", "numpy.")):
+            name = name_of_module + name.removeprefix(short) if name.startswith(short) else name
         inside = (nodes.reference, nodes.title, addnodes.pending_xref)
-        if re.fullmatch(r"[A-Za-z_][\w.]*", name) and not isinstance(literal.parent, inside):
+        # `jax` is the package of this name.
+        if re.fullmatch(r"(?!jax$)[A-Za-z_][\w.]*", name) and not isinstance(literal.parent, inside):
             attributes = {"refdomain": "py", "reftype": "obj", "reftarget": name, "py:module": module}
             reference = addnodes.pending_xref("", refdoc=app.env.docname, refwarn=False, **attributes)
             literal.replace_self(reference)

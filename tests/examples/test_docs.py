@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import json
@@ -232,6 +233,21 @@ def test_objects_of_other_projects_that_the_site_links_exist(project: str) -> No
         # PyTorch 2.13 added this module; None is no attribute of a module.
         if name not in ("torch.nn.LinearCrossEntropyLoss", "None"):
             assert pkgutil.resolve_name(name if "." in name or kind == "mod" else f"builtins.{name}")
+
+
+def test_signatures_of_the_reference_have_types_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("sphinx", reason="it writes the signatures")
+    pytest.importorskip("torch", reason="the types are PyTorch's")
+    monkeypatch.syspath_prepend(DOCS / "extensions")
+    write = importlib.import_module("signatures").write
+    args, returned = write(None, "function", "", onlinesoftmax.cross_entropy, None, None, None)
+    either = "torch.Tensor | numpy.ndarray"
+    assert args.startswith(f"(input: {either}, target: {either}, weight: {either} | None = None, ignore_index: int =")
+    assert "reduction: Literal['none', 'mean', 'sum'] = 'mean'" in args
+    assert returned == f"{either} | tuple[{either}, onlinesoftmax.core.call.LossStatistics[{either}]]"
+    args, returned = write(None, "method", "", onlinesoftmax.State.merge, None, None, None)
+    assert args == "(other: onlinesoftmax.core.state.State)"
+    assert write(None, "class", "", onlinesoftmax.State, None, None, None) == ("", "")
 
 
 PAGES = [TESTS.parent / "README.md", TESTS.parent / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
