@@ -122,3 +122,80 @@ def test_mypy_sees_the_types_of_the_installed_package(wheel: zipfile.ZipFile, tm
     assert [line for line, *_ in said] == ["4", "5", "6"], done.stdout + done.stderr
     assert [text for _, kind, text in said if kind == "note"] == ['Revealed type is "str"', 'Revealed type is "str"']
     assert '"dim"' in said[2][2]
+
+
+@pytest.mark.parametrize("system", ["win32", "darwin"])
+def test_what_other_systems_lack_is_not_needed(system: str, tmp_path: Path) -> None:
+    """The process imitates Windows without the modules and functions of Unix, and macOS without the GPU packages."""
+    pytest.importorskip("torch", reason="the functions on tensors are tried")
+    script, source = Path(__file__).with_name("other_system.py"), Path(onlinesoftmax.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script, system, tmp_path],
+        env={**os.environ, "PYTHONPATH": str(source)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def messages() -> list[str]:
+    """The texts of the sources, the workflows and the pages, in which commands of pip stand."""
+    folders = ("src", "docs", "examples", "benchmarks", ".github", "hub")
+    every = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file()]
+    texts = [path for path in every if path.suffix in {".py", ".md", ".yml", ".html"}]
+    return [path.read_text(encoding="utf-8") for path in (*texts, ROOT / "README.md", ROOT / "CONTRIBUTING.md")]
+
+
+def test_every_extra_that_is_named_exists(distribution: Distribution) -> None:
+    extras = set(distribution.metadata.get_all("Provides-Extra") or [])
+    named = re.findall(r"(?:onlinesoftmax|'\.)\[([^\]{}]+)\]", "\n".join(messages()))
+    assert {extra for names in named for extra in names.split(",")} <= extras
+    assert len(named) > 10
+
+
+def test_every_extra_that_is_asked_for_by_name_exists(distribution: Distribution) -> None:
+    """Messages take the extra from an argument: `needing("torch", ...)`, `module_missing("cuda.core", "cuda")`."""
+    extras = set(distribution.metadata.get_all("Provides-Extra") or [])
+    text = "\n".join(messages())
+    asked = {*re.findall(r'needing\("(\w+)"', text), *re.findall(r'module_missing\("[\w.]+", "(\w+)"\)', text)}
+    assert asked >= {"torch", "jax", "cuda", "triton"}
+    assert asked <= extras
+
+
+def test_the_conda_recipe_has_the_dependencies_of_the_package() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    recipe, pyproject = yaml.safe_load(read("recipe/recipe.yaml")), tomllib.loads(read("pyproject.toml"))
+    project, needs = pyproject["project"], recipe["requirements"]
+    assert recipe["context"]["version"] == VERSION
+    assert recipe["package"]["name"] == project["name"]
+    assert recipe["about"]["summary"] == project["description"]
+    assert recipe["about"]["license"] == project["license"]
+    [(command, function)] = project["scripts"].items()
+    assert recipe["build"]["python"]["entry_points"] == [f"{command} = {function}"]
+    python = f"python {project['requires-python']}"
+    assert needs["run"] == [python, *map(of_conda, project["dependencies"])]
+    extras = {each for name, some in project["optional-dependencies"].items() if name != "dev" for each in some}
+    asked = {each for each in map(of_conda, extras) if " " in each}
+    assert sorted(needs["run_constraints"]) == sorted(asked)
+    assert set(map(of_conda, pyproject["build-system"]["requires"])) <= set(needs["host"])
+
+
+def of_conda(requirement: str) -> str:
+    """A requirement as conda writes it: name and version, without extras and markers."""
+    name, version = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?([^;]*)(?:;.*)?", requirement).groups()  # type: ignore[union-attr]  # all match
+    return f"{'pytorch' if name == 'torch' else name} {version.strip()}".strip()
+
+
+def test_the_workflow_publishes_tags_by_pinned_actions() -> None:
+    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+    text = read(".github/workflows/checks.yml")
+    jobs = yaml.safe_load(text)["jobs"]
+    used = [step["uses"] for job in jobs.values() for step in job["steps"] if "uses" in step]
+    assert [name for name in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name)] == []
+    assert len(re.findall(r"@[0-9a-f]{40} # v\d+\.\d+\.\d+$", text, re.MULTILINE)) == len(used), (
+        "each names its version"
+    )
+    for name, what in (("publish", "pypi-publish"), ("publish-site", "deploy-pages")):
+        assert jobs[name]["if"] == "github.event_name == 'push' && github.ref_type == 'tag'"
+        assert {"tests", "package"} <= set(jobs[name]["needs"])
+        assert what in jobs[name]["steps"][-1]["uses"]
+        assert jobs[name]["environment"]
