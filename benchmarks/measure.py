@@ -2,6 +2,7 @@
 
 python benchmarks/measure.py --list                       # the name and the command of every record
 python benchmarks/measure.py forward jax-gradients        # two of them
+python benchmarks/measure.py --gpus 4 distributed         # a record of four GPUs
 python benchmarks/measure.py --minutes 9 --out FOLDER     # as many as nine minutes allow
 
 A complete record of this commit stays as it is, and an incomplete one is continued.  A record of another commit is
@@ -77,6 +78,9 @@ def main() -> int:
                         f"{', '.join(RECORDS)}.  By default all that one GPU can measure")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the commands, and measure nothing")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument(
+        "--gpus", type=int, default=2, help=f"processes of the records of several: {', '.join(DISTRIBUTED)}"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the records")
     parser.add_argument("--commit", help="commit to record, where the sources were copied without their history")
     given = parser.parse_args()
@@ -90,10 +94,10 @@ def main() -> int:
     end = time.monotonic() + 60 * given.minutes
     failed, not_started = [], []
     for name in names:
-        words = command(name, given.out, given.commit)
+        words = command(name, given.out, given.commit, given.gpus)
         if given.list:
             print(shlex.join(["python", *words[1:]]))
-        elif not is_complete(name, given.out, given.commit):
+        elif not is_complete(name, given.out, given.commit, given.gpus):
             if time.monotonic() >= end:
                 not_started.append(name)
                 continue
@@ -106,14 +110,14 @@ def main() -> int:
     return int(bool(failed or not_started))
 
 
-def command(name: str, folder: Path, commit: str | None = None) -> list[str]:
+def command(name: str, folder: Path, commit: str | None = None, gpus: int = 2) -> list[str]:
     """The command that measures a record, or continues the one in this folder if that is of the same commit."""
     words = [sys.executable, "-m"]
     if name in DISTRIBUTED:
-        words += ["torch.distributed.run", "--nproc-per-node", "2", "-m"]
+        words += ["torch.distributed.run", "--nproc-per-node", str(gpus), "-m"]
     words += ["onlinesoftmax", "bench", *suite_options(name), *shlex.split(RECORDS[name]), "--out", str(folder)]
     words += ["--commit", commit] if commit else []
-    return [*words, "--resume"] if record_of(name, folder, commit) else words
+    return [*words, "--resume"] if record_of(name, folder, commit, gpus) else words
 
 
 def suite_options(name: str) -> list[str]:
@@ -128,9 +132,9 @@ def suite_options(name: str) -> list[str]:
     return [option, first, "--suite", rest] if option else ["--suite", name]
 
 
-def record_of(name: str, folder: Path, commit: str | None) -> Any:
+def record_of(name: str, folder: Path, commit: str | None, gpus: int) -> Any:
     """The record of this machine in a folder; None if there is none of this commit, by default that of the checkout."""
-    path = folder / f"{prefix(name)}{name}.json"
+    path = folder / f"{prefix(name, gpus)}{name}.json"
     if not path.exists():
         return None
     record = json.loads(path.read_text(encoding="utf-8"))
@@ -139,9 +143,9 @@ def record_of(name: str, folder: Path, commit: str | None) -> Any:
     return record if there.startswith(here) or here.startswith(there) else None
 
 
-def is_complete(name: str, folder: Path, commit: str | None) -> bool:
+def is_complete(name: str, folder: Path, commit: str | None, gpus: int) -> bool:
     """True if the record of this commit has a result for every case of its suite."""
-    record = record_of(name, folder, commit)
+    record = record_of(name, folder, commit, gpus)
     if record is None:
         return False
     options = record["options"]
@@ -149,12 +153,12 @@ def is_complete(name: str, folder: Path, commit: str | None) -> bool:
     return len(record["cases"]) == len(todo) and not any(case["skipped"] for case in record["cases"])
 
 
-def prefix(name: str) -> str:
+def prefix(name: str, gpus: int) -> str:
     """The beginning of a record's file name, before the name in RECORDS; empty for "cpu"."""
     if name == "cpu":
         return ""
     device = device_slug(torch.cuda.get_device_name()) if torch.cuda.is_available() else "cpu"
-    return f"{device}x2-" if name in DISTRIBUTED else f"{device}-"
+    return f"{device}x{gpus}-" if name in DISTRIBUTED else f"{device}-"
 
 
 def run(words: Sequence[str], seconds: float) -> int:
