@@ -335,20 +335,33 @@ def test_wrong_variables_of_torchrun_are_a_sentence(
 # Completion, and one name for one thing
 
 
-@pytest.mark.parametrize(
-    ("shell", "words", "found"),
-    [
-        ("bash", "onlinesoftmax explain 4x5 --op linear_cross", "linear_cross_entropy"),
-        ("zsh", "onlinesoftmax explain 4x5 --outputs loss,tot", "_arguments '*: :((\"loss,total_loss\"))'"),
-        ("fish", "onlinesoftmax war", "warm\tCompile the kernels of some calls, as for an image."),
-    ],
-)
-def test_shells_complete_commands_and_values(shell: str, words: str, found: str) -> None:
-    variables = {
-        "_ONLINESOFTMAX_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": words, "COMP_WORDS": words,
-        "COMP_CWORD": str(len(words.split()) - 1), "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-    }  # fmt: skip
-    assert run_apart(**variables).stdout.strip() == found
+COMPLETE = """
+import json, os, sys
+from onlinesoftmax.cli import main
+for variables in json.loads(sys.argv.pop()):
+    os.environ.update(variables)
+    try:
+        main()
+    except SystemExit as left:
+        assert not left.code, left.code
+"""
+
+
+def test_shells_complete_commands_and_values() -> None:
+    found = {
+        ("bash", "onlinesoftmax explain 4x5 --op linear_cross"): "linear_cross_entropy",
+        ("zsh", "onlinesoftmax explain 4x5 --outputs loss,tot"): "_arguments '*: :((\"loss,total_loss\"))'",
+        ("fish", "onlinesoftmax war"): "warm\tCompile the kernels of some calls, as for an image.",
+    }
+    variables = [
+        {
+            "_ONLINESOFTMAX_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_ARGS": words, "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split()) - 1), "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+        }
+        for shell, words in found
+    ]  # fmt: skip
+    result = run_apart(json.dumps(variables), code=COMPLETE)
+    assert result.stdout.splitlines() == list(found.values()), result.stderr
 
 
 def test_an_option_has_one_name() -> None:

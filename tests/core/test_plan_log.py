@@ -9,10 +9,16 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
+from onlinesoftmax.core import plan_log
 from onlinesoftmax.kernels.registry import unavailable
 
 SIZES = (3, 7, 11)
-"""A shape that no other test has: a plan is logged once in a process."""
+"""A shape that no other test has: a prepared call makes no plan."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_log, "_MADE", {})
 
 
 def test_a_new_plan_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -35,20 +41,8 @@ def test_a_head_is_one_line_for_each_plan(caplog: pytest.LogCaptureFixture) -> N
     for memory in (None, None, 1500):
         osm.linear_cross_entropy(x, weight, target, memory=memory)
     assert caplog.messages == [
-        "linear_cross_entropy of 13 x 6 float32 on cpu: stored, 1 products with 50 classes: "
+        "linear_cross_entropy of 13 x 6 float32 on cpu: stored, 1 product with 50 classes: "
         "the logits of all tokens take 2.6 kB, which fit",
-        "linear_cross_entropy of 13 x 6 float32 on cpu: tokens, 2 chunks of 7 tokens, 1 products with 50 classes: "
+        "linear_cross_entropy of 13 x 6 float32 on cpu: tokens, 2 chunks of 7 tokens, 1 product with 50 classes: "
         "the logits of all tokens would take 2.6 kB",
     ]
-
-
-def test_jax_logs_when_a_program_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
-    jnp = pytest.importorskip("jax.numpy")
-    import onlinesoftmax.jax as osj
-
-    caplog.set_level(logging.DEBUG, "onlinesoftmax")
-    for _ in range(2):
-        osj.softmax(jnp.ones(SIZES), backend="pallas")
-    [line] = caplog.messages
-    assert line.startswith("softmax of 3 x 7 x 11 float32 on NVIDIA ")
-    assert "<Plan pallas/row: " in line

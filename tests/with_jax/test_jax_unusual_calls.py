@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -142,3 +143,12 @@ def test_a_forced_kernel_needs_sizes_that_are_known() -> None:
         with pytest.raises(osm.PlanError, match="softmax: a kernel needs sizes that are known"):
             export.export(jax.jit(lambda x, how=how: osm.jax.softmax(x, **how)), platforms=("cuda",))(argument)
     export.export(jax.jit(lambda x: osm.jax.softmax(x, backend="eager", strategy="row")))(argument)
+
+
+def test_a_plan_is_logged_when_a_program_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "onlinesoftmax")
+    for _ in range(2):
+        osj.softmax(jnp.ones((3, 7, 11)), backend="pallas")
+    [line] = caplog.messages
+    assert line.startswith("softmax of 3 x 7 x 11 float32 on NVIDIA ")
+    assert "<Plan pallas/row: " in line

@@ -75,7 +75,7 @@ class LinearPlan(NamedTuple):
 
     def __str__(self) -> str:
         cut = f", {self.chunks} chunks of {self.chunk} {self.name}" if self.chunks > 1 else ""
-        return f"{self.name}{cut}, {self.products} products"
+        return f"{self.name}{cut}, {self.products} product{'' if self.products == 1 else 's'}"
 
 
 class Candidate(NamedTuple):
