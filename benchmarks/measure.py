@@ -132,7 +132,7 @@ def suite_options(name: str) -> list[str]:
     return [option, first, "--suite", rest] if option else ["--suite", name]
 
 
-def record_of(name: str, folder: Path, commit: str | None, gpus: int) -> Any:
+def record_of(name: str, folder: Path, commit: str | None, gpus: int = 2) -> Any:
     """The record of this machine in a folder; None if there is none of this commit, by default that of the checkout."""
     path = folder / f"{prefix(name, gpus)}{name}.json"
     if not path.exists():
@@ -143,7 +143,7 @@ def record_of(name: str, folder: Path, commit: str | None, gpus: int) -> Any:
     return record if there.startswith(here) or here.startswith(there) else None
 
 
-def is_complete(name: str, folder: Path, commit: str | None, gpus: int) -> bool:
+def is_complete(name: str, folder: Path, commit: str | None, gpus: int = 2) -> bool:
     """True if the record of this commit has a result for every case of its suite."""
     record = record_of(name, folder, commit, gpus)
     if record is None:
@@ -153,7 +153,7 @@ def is_complete(name: str, folder: Path, commit: str | None, gpus: int) -> bool:
     return len(record["cases"]) == len(todo) and not any(case["skipped"] for case in record["cases"])
 
 
-def prefix(name: str, gpus: int) -> str:
+def prefix(name: str, gpus: int = 2) -> str:
     """The beginning of a record's file name, before the name in RECORDS; empty for "cpu"."""
     if name == "cpu":
         return ""

@@ -62,7 +62,7 @@ def test_a_record_of_the_same_commit_is_continued(measure: Any, tmp_path: Path) 
     ("arguments", "code", "says"),
     [
         (["--list", "jax-forward"], 0, "bench --framework jax --suite forward --peers jax"),
-        (["--list", "--gpus", "4", "distributed-heads"], 0, "torch.distributed.run --nproc-per-node 4 -m onlinesoftmax"),
+        (["--list", "--gpus", "4", "distributed-heads"], 0, "torch.distributed.run --nproc-per-node 4 -m"),
         (["--minutes", "0", "cpu"], 1, "not started: cpu"),
         (["nothing"], 2, "unknown record 'nothing'; there are: cross-entropy"),
         (["--out", "nowhere", "cpu"], 2, "--out nowhere is no folder"),
