@@ -30,6 +30,7 @@ html_math_renderer = "mathml"
 default_role = "py:obj"
 napoleon_use_ivar = True
 napoleon_attr_annotations = False
+napoleon_custom_sections = ["Shape", "Source"]
 # The file signatures.py writes the types; a signature with many arguments has one on each line.
 autodoc_typehints = "none"
 autodoc_preserve_defaults = True

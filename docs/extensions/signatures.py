@@ -59,7 +59,7 @@ def typed(annotation: Any, scope: dict[str, Any]) -> Any:
     if annotation is inspect.Parameter.empty:
         return annotation
     text = getattr(annotation, "__forward_arg__", annotation)
-    text = (text if isinstance(text, str) else inspect.formatannotation(text)).replace("np.", "numpy.")
+    text = text if isinstance(text, str) else inspect.formatannotation(text)
     return re.sub(r"(?<![\w.'\"])[A-Za-z_]\w*(?![\w.'\"])", lambda found: spelled(found[0], scope), text)
 
 
