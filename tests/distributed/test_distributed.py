@@ -109,6 +109,7 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
         passes.everything,
         fast_path.everything,
         routing.everything,
+        routing.on_meshes,
         sampling.everything,
         sampling.on_meshes,
         sharded_heads.everything,
@@ -300,5 +301,5 @@ def test_shards_that_do_not_fit() -> None:
 
 
 def test_dtensors_are_as_good_as_whole_tensors(tmp_path: Path) -> None:
-    checks = dtensors.everything, sharded_heads.on_meshes, sampling.on_meshes
+    checks = dtensors.everything, sharded_heads.on_meshes, sampling.on_meshes, routing.on_meshes
     processes.run_in_turn(checks, (0, 1, 2, 3, 4), tmp_path)

@@ -11,12 +11,13 @@ and run.py takes a kernel or reference.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from ..core.annotations import A
-from ..core.arrays import check_no_jax
+from ..core.arrays import check_no_jax, is_dtensor
 from ..kernels.registry import needing
 from . import losses
 from .presets import PRESETS
@@ -50,7 +51,8 @@ def route(
 
     Args:
         logits: Floating-point tensor or NumPy array (..., tokens, E) of E experts, at most 8192.  Axes before the
-            tokens are sequences: each has its own counts and prob_sums.
+            tokens are sequences: each has its own counts and prob_sums.  A DTensor gives DTensors that are sharded as
+            its tokens are; counts and prob_sums have partial sums.  Sharded experts are gathered first.
         k: Number of experts of a token, from 1 to E.
         score: The score.
         order: "score_first", or "topk_first" to choose by logits and compute the scores of the chosen ones.
@@ -104,6 +106,12 @@ def route(
         if prepared is not None:
             ready: Routed = prepared(logits, bias, mask)
             return ready
+    if is_dtensor(type(logits)):
+        options = {
+            "score": score, "order": order, "groups": groups, "group_k": group_k, "group_score": group_score,
+            "renormalize": renormalize, "scale": scale, "counts": counts, "prob_sums": prob_sums, "dense": dense,
+        }  # fmt: skip
+        return _of_dtensor(logits, k, {"bias": bias, "mask": mask, "indices": indices}, options)
     arguments, run = _modules("route", logits)
     shape: Any = getattr(logits, "shape", ())
     experts, of_groups = shape[-1] if len(shape) else 1, (groups, group_k, group_score)
@@ -117,6 +125,14 @@ def route(
         if prepared.prepare(logits, bias, mask, given, call, dense) and not _PREPARED:
             _PREPARED.append(prepared)
     return found
+
+
+def _of_dtensor(logits: Any, k: int, operands: dict[str, Any], options: dict[str, Any]) -> Routed:
+    """`route` of a DTensor, from bias, mask and indices and the other arguments by name."""
+    from ..distributed import routing
+
+    here = routing.local_call(logits, k, operands, options)
+    return here.results(route(here.logits, k, **here.operands, **options))
 
 
 _PREPARED: list[Any] = []
@@ -145,10 +161,11 @@ def load_balancing_loss(
             mean of their gradients is its gradient, as DistributedDataParallel takes it.
 
     Returns:
-        A scalar, differentiable in the logits; 0 without a token.
+        A scalar, differentiable in the logits; 0 without a token.  Of DTensors, a DTensor that every process has.
 
     Raises:
-        TypeError, ValueError: routed is no result of `route`, or has no counts or no prob_sums; kind is unknown.
+        TypeError, ValueError: routed is no result of `route`, or has no counts or no prob_sums; kind is unknown; a
+            group is given beside DTensors.
 
     Source:
         Fedus, Zoph and Shazeer, "Switch Transformers", arXiv:2101.03961, equation 4; for sequences: DeepSeek-AI,
@@ -159,7 +176,11 @@ def load_balancing_loss(
         >>> load_balancing_loss(route(torch.tensor([[20.0, 0.0], [0.0, 20.0]]), 1, prob_sums=True))
         tensor(1.)
     """
-    return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group), _fused_of(routed))
+
+    def loss(routed: Any) -> Any:
+        return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group), _fused_of(routed))
+
+    return loss(routed) if not _has_dtensors(routed) else _of_processes(routed, group, loss)
 
 
 def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | None = None) -> Any:
@@ -171,10 +192,10 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
             its processes is the loss of all tokens.
 
     Returns:
-        A scalar, differentiable in the logits; 0 without a token.
+        A scalar, differentiable in the logits; 0 without a token.  Of DTensors, a DTensor that every process has.
 
     Raises:
-        TypeError, ValueError: routed is no result of `route`, or has no counts.
+        TypeError, ValueError: routed is no result of `route`, or has no counts; a group is given beside DTensors.
 
     Source:
         Zoph et al., "ST-MoE: Designing Stable and Transferable Sparse Expert Models", arXiv:2202.08906, equation 5.
@@ -184,7 +205,29 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
         >>> router_z_loss(route(torch.zeros(3, 4), 1))
         tensor(1.9218)
     """
-    return losses.router_z_loss(routed, lambda counts: total(counts, group, together=True), _fused_of(routed))
+
+    def loss(routed: Any) -> Any:
+        return losses.router_z_loss(routed, lambda counts: total(counts, group, together=True), _fused_of(routed))
+
+    return loss(routed) if not _has_dtensors(routed) else _of_processes(routed, group, loss, over_tokens=True)
+
+
+def _has_dtensors(routed: Any) -> bool:
+    return isinstance(routed, Routed) and is_dtensor(type(routed.lse))
+
+
+def _of_processes(routed: Routed, group: Any, loss: Callable[[Routed], Any], over_tokens: bool = False) -> Any:
+    """The loss of all tokens as a DTensor; `over_tokens` where it adds numbers of tokens, and not only their sums."""
+    from ..distributed import routing
+
+    check_no_group(group)
+    return routing.number(loss(routing.whole(routed)), routed, over_tokens)
+
+
+def check_no_group(group: Any) -> None:
+    """Raise an error for a process group beside DTensors."""
+    if group is not None:
+        raise ValueError("group: the counts are a DTensor, which is of all processes of its mesh: leave group out")
 
 
 def _fused_of(routed: Any) -> losses.Fused | None:

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 import torch
 
-from ..core.arrays import dtype_name
+from ..core.arrays import dtype_name, is_dtensor
 from ..torch.arguments import TORCH
-from . import Routed, route, total
+from . import Routed, check_no_group, route, total
 from .presets import arguments_of
 from .rules import checked_rule
 
@@ -129,7 +129,8 @@ class Router(torch.nn.Linear):
         It balances the experts without a loss; call it after a step of the optimizer.
 
         Args:
-            counts: Counts of a step, (..., experts), as `route` returns them; or their sum over several calls.
+            counts: Counts of a step, (..., experts), as `route` returns them; or their sum over several calls.  A
+                DTensor counts for all processes of its mesh.
             rate: Size of the step.
             group: Process group whose counts are added up.
 
@@ -141,9 +142,15 @@ class Router(torch.nn.Linear):
         """
         if self.e_score_correction_bias is None:
             raise RuntimeError("Router.balance(): the module has no correction; make it with correction=True")
+        own: Any = self.e_score_correction_bias
+        # A buffer that is a DTensor is whole on every process.
+        own = own.to_local() if is_dtensor(type(own)) else own
+        if is_dtensor(type(counts)):
+            check_no_group(group)
+            counts = counts.full_tensor()  # type: ignore[attr-defined]  # a DTensor
         found, _ = total(counts.reshape(-1, self.out_features).sum(0), group)
-        found = found.to(self.e_score_correction_bias.dtype)
-        self.e_score_correction_bias.add_((found.mean() - found).sign(), alpha=rate)
+        found = found.to(own.dtype)
+        own.add_((found.mean() - found).sign(), alpha=rate)
 
     def extra_repr(self) -> str:
         """PyTorch's, with the arguments that are not at their defaults."""

@@ -123,8 +123,6 @@ def check_arrays(
     """
     caller = "route()"
     library.check_array(caller, "logits", logits)
-    if type(logits).__name__ == "DTensor":
-        raise TypeError(f"{caller}: logits is a DTensor, which this function does not take: pass its local tensor")
     if library.kind_of(logits) != "floating":
         raise NotImplementedError(f"{caller}: logits must be floating point, got {logits.dtype}")
     if not logits.ndim:
