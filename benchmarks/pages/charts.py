@@ -7,8 +7,9 @@ from typing import Any
 
 import altair as alt
 
-from onlinesoftmax.lab.report.charts import COLORS, GREY, HEIGHT, NAMES, static, svg
-from onlinesoftmax.lab.report.records import COPY, Record, joined, series
+from onlinesoftmax.lab.report.charts import COLORS, GREY, HEIGHT, static, svg
+from onlinesoftmax.lab.report.panels import COPY, NAMES, joined, series
+from onlinesoftmax.lab.report.records import Record
 
 from .losses import CROSS_ENTROPY
 from .markdown import shape

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CaseResult
-from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.panels import NAMES
 
 from .markdown import (
     ABSENT,

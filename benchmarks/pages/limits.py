@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from onlinesoftmax.lab.bench.result import CaseResult
-from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.panels import NAMES
 from onlinesoftmax.lab.report.records import Record
 
 from .markdown import SHORT, shape, strategy, table

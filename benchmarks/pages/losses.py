@@ -7,7 +7,7 @@ from typing import Any
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CaseResult, Result
-from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.panels import NAMES
 
 from .markdown import (
     ABSENT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.host_times import BOTH, PLAIN, RECORDING
 from onlinesoftmax.lab.bench.result import LARGE, Result
-from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.panels import NAMES
 
 from .markdown import ABSENT, microseconds, shape, source, table
 from .records import Records, ours

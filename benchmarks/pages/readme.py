@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.host_times import PLAIN
 from onlinesoftmax.lab.bench.result import CaseResult, Result
-from onlinesoftmax.lab.report.charts import NAMES
+from onlinesoftmax.lab.report.panels import NAMES
 
 from .losses import sharded
 from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table

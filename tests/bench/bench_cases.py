@@ -60,7 +60,8 @@ def recorded(path: Path, measures: str, absent: str, *arguments: str) -> tuple[s
     found = read_cases(content)
     assert [each.as_dict() for each in found] == content["cases"]
     pytest.importorskip("jsonschema", reason="a report checks its records")
-    from onlinesoftmax.lab.report.records import read, series
+    from onlinesoftmax.lab.report.panels import series
+    from onlinesoftmax.lab.report.records import read
 
     (record,), wrong, others = read([path])
     assert (wrong, others, series(record)["panels"]) == ([], [], [])

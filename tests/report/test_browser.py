@@ -190,6 +190,13 @@ def test_a_shape_that_does_not_fit_the_memory_says_so(visit: Callable[..., Any],
 def test_the_charts_show_the_records(visit: Callable[..., Any], page_file: Path) -> None:
     tab = visit(page_file)
     assert tab.locator("#panels figcaption").all_inner_texts() == ["softmax, bfloat16"]
+    assert tab.inner_text("#panels .note").startswith("Ours is the fastest in 2 of 2 cases.")
+    with tab.expect_download() as download:
+        tab.click("#panels a.data")
+    assert download.value.suggested_filename == "softmax-softmax-bfloat16.csv"
+    lines = download.value.path().read_text().splitlines()
+    assert lines[0].startswith("cols,rows,shape,who,us,gbps,ratio")
+    assert lines[1].startswith("1024,4096,4096x1024,copy,50,4000,1,")
     for measure, (title, *_) in MEASURES.items():
         tab.select_option("#measure", measure)
         tab.wait_for_selector(f'#panels svg text:has-text("{title}")')

@@ -16,7 +16,8 @@ from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.tables import SHARDED_TIME
 from onlinesoftmax.lab.report.charts import LIBRARIES
 from onlinesoftmax.lab.report.page import shown_first
-from onlinesoftmax.lab.report.records import read, series
+from onlinesoftmax.lab.report.panels import series
+from onlinesoftmax.lab.report.records import read
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SHARDED = sorted(RESULTS.glob("*-distributed.json"))
@@ -66,6 +67,10 @@ def test_the_chart_has_every_measure(tmp_path: Path) -> None:
     ours = next(point for point in panel["points"] if point["who"] == "ours" and point["cols"] == 1024)
     assert (ours["gbps"], ours["ratio"], ours["us"], ours["error"], ours["mb"]) == (3900, 0.975, 50, 1e-3, 0.000512)
     assert {point["who"] for point in panel["points"]} == {"copy", "ours", "torch"}
+    # Both libraries have the same times in this record.
+    assert panel["outcome"] == (
+        "Ours is the fastest in 2 of 2 cases. In the median it has 1.00 times the speed of PyTorch, 0.97 of a copy."
+    )
 
 
 def test_a_line_joins_one_aligned_case_of_each_length(tmp_path: Path) -> None:
@@ -177,13 +182,16 @@ def test_an_unknown_kind_of_measurement_is_named(measures: Any, tmp_path: Path) 
     assert "r.json: field measures: " in sentence
 
 
-def test_the_largest_record_of_torch_is_shown_first(tmp_path: Path) -> None:
+def test_the_record_with_most_libraries_is_shown_first(tmp_path: Path) -> None:
     newest, small, large = record(date="2026-01-04T00:00:00+00:00"), record(date="2026-01-03T00:00:00+00:00"), record()
     newest["options"] = {"framework": "jax"}
     small["cases"] = small["cases"][:1]
     forced = record(date="2026-01-05T00:00:00+00:00") | {"note": "of older blocks"}
     forced["options"] = {"backend": "triton"}
-    for name, content in (("newest", newest), ("small", small), ("large", large), ("forced", forced)):
+    alone = record(date="2026-01-06T00:00:00+00:00")
+    alone["cases"] = [case | {"results": case["results"][:1]} for case in 4 * alone["cases"]]
+    made = {"newest": newest, "small": small, "large": large, "forced": forced, "alone": alone}
+    for name, content in made.items():
         write(tmp_path, content, f"{name}.json")
     records, _, _ = read([tmp_path])
     chosen = shown_first(records)
@@ -205,7 +213,9 @@ def test_every_recorded_run_is_read() -> None:
     for found in records:
         # Times of calls are shown as tables only.
         shown = series(found)
-        assert shown["panels"] or (shown["rows"] and found.content["measures"] != "device time"), found.name
+        assert shown["panels"] or found.content["measures"] in ("host time", "first calls"), found.name
+        assert all(panel["outcome"].split("the median it has")[1:] for panel in shown["panels"]), found.name
+        assert {point["who"] for panel in shown["panels"] for point in panel["points"]} <= {*LIBRARIES}, found.name
         assert found.table.above
         assert found.table.rows
 

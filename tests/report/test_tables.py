@@ -24,7 +24,8 @@ from onlinesoftmax.lab.bench.record_file import record_name
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 from onlinesoftmax.lab.bench.timing import Times
-from onlinesoftmax.lab.report.charts import NAMES, headline, svg
+from onlinesoftmax.lab.report.charts import headline, svg
+from onlinesoftmax.lab.report.panels import NAMES
 from onlinesoftmax.lab.report.records import read
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..bench.peers import PEERS
-from .records import COPY, Record, ends, series
+from .panels import COPY, PROSE, ends, series
+from .records import Record
 
 GREY = "#808890"
 """Colour of the copy and of lines that are no measurement; it is legible on a light page and on a dark one."""
@@ -21,13 +22,24 @@ COLORS = ("#4c8dd6", "#e0913a", "#58a866", "#c05a8c", "#8a74c9", "#4fb0b5", "#c9
 SHARDED = ("dtensor", "loss-parallel", "all-gather", "one-process", "collective", "without-shards")
 """Ways to compute rows that are sharded over processes, besides ours; no record has them beside other libraries."""
 
-LIBRARIES = ("ours", *PEERS, "jax.nn", *SHARDED, COPY)
-"""Libraries, in the order of their colours; the copy comes last, and is grey."""
+ALONE = ("ours", *PEERS, "jax.nn")
+"""Libraries of the charts over row lengths."""
 
-NAMES = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger", "quack": "quack", "jax.nn": "jax.nn"}
-"""Names of libraries in prose, by their names in records, in the order in which tables show them."""
+MORE = {
+    "jax": COLORS[5], "flashinfer": COLORS[6], "flashinfer-logits": "#8f7a2c", "cce": COLORS[7], "cce-exact": "#d9a08c",
+    "torch-linear": "#b5651d", "torch-chunks": "#eec08f", "ours-stored": "#8fb8e6", "ours-small": "#6f8fb3",
+    "ours-bounded": "#5fc0d6", "ours-columns": "#3a6fd0", "jax-ours": "#8fd3d6",
+}  # fmt: skip
+"""Colours of the libraries, and of our own other ways, that only heads, sampling and routing are measured with."""
 
-LEGEND = f"({json.dumps(NAMES | {COPY: f'{COPY} (dashed)'})})[datum.label] || datum.label"
+LIBRARY_COLORS = {
+    **dict(zip(ALONE, COLORS, strict=False)), **MORE, **dict(zip(SHARDED, COLORS[1:], strict=False)), COPY: GREY,
+}  # fmt: skip
+"""The colour of each library, in the order in which legends name them."""
+
+LIBRARIES = tuple(LIBRARY_COLORS)
+
+LEGEND = f"({json.dumps(PROSE | {COPY: f'{COPY} (dashed)'})})[datum.label] || datum.label"
 """Label of a library in a legend."""
 
 AXIS_WIDTH = 52
@@ -50,8 +62,13 @@ MEASURES = {
 
 
 def specifications() -> dict[str, Any]:
-    """Every chart by its name: a measure, and "lengths" for the axis of the picker."""
-    return {name: measured(name) for name in MEASURES} | {"lengths": lengths()}
+    """Every chart by its name: a measure, "listed" and a measure, and "lengths" for the axis of the picker."""
+    found = {name: measured(name) for name in MEASURES}
+    return found | {f"listed {name}": listed(name) for name in MEASURES} | {"lengths": lengths()}
+
+
+FIT_X = {"autosize": {"type": "fit-x", "contains": "padding"}}
+"""As wide as its place on the page, and as high as its lines."""
 
 
 def _by_length(**scale: Any) -> Any:
@@ -68,7 +85,16 @@ def _by_length(**scale: Any) -> Any:
     return alt.X("cols:Q", scale=alt.Scale(type="log", base=2, nice=False, **scale), axis=axis)
 
 
-def _finished(chart: Any, height: int) -> dict[str, Any]:
+def _by_library() -> Any:
+    """The colour of each library, and the legend, whose parameter `shown` has the libraries of the chart."""
+    import altair as alt
+
+    scale = alt.Scale(domain=list(LIBRARIES), range=list(LIBRARY_COLORS.values()))
+    legend = alt.Legend(title=None, orient="bottom", columns=3, values=alt.ExprRef("shown"), labelExpr=LEGEND)
+    return alt.Color("who:N", scale=scale, legend=legend)
+
+
+def _finished(chart: Any, height: Any) -> dict[str, Any]:
     """The specification of a chart that is as wide as its place on the page."""
     room = {"left": 0, "right": 14, "top": 4, "bottom": 6}
     document: dict[str, Any] = chart.properties(width="container", height=height, padding=room).to_dict()
@@ -87,26 +113,20 @@ def measured(measure: str) -> dict[str, Any]:
 
     label, scale, form = MEASURES[measure]
     kept = f"isValid(datum.{measure})" + (f" && datum.{measure} > 0" if scale == "log" else "")
-    alone = len(LIBRARIES) - len(SHARDED) - 1
-    colors = [*COLORS[:alone], *COLORS[1 : 1 + len(SHARDED)], GREY]
     clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
     base = alt.Chart(alt.NamedData("points")).transform_filter(kept)
     base = base.encode(
         x=_by_length(domainMin=alt.ExprRef("begin"), domainMax=alt.ExprRef("end")),
         y=alt.Y(f"{measure}:Q", title=label, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
                 axis=alt.Axis(format=form, tickCount=6)),
-        color=alt.Color("who:N", scale=alt.Scale(domain=list(LIBRARIES), range=colors),
-                        legend=alt.Legend(title=None, orient="bottom", columns=3, values=alt.ExprRef("shown"),
-                                          labelExpr=LEGEND)),
+        color=_by_library(),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
     )  # fmt: skip
-    titles = {"who:N": "library", "shape:N": "shape", "plan:N": "plan", "us:Q": "µs", "gbps:Q": "GB/s",
-              "ratio:Q": "of copy", "error:Q": "error", "allowed:Q": "allowed error", "mb:Q": "extra MB"}  # fmt: skip
-    tips = [alt.Tooltip(name, title=title) for name, title in titles.items()]
     lines = base.transform_filter("datum.joined").mark_line(strokeWidth=1.8).encode(
         strokeDash=alt.condition(f"datum.who === '{COPY}'", alt.value([5, 4]), alt.value([1, 0])), detail="who:N",
     )  # fmt: skip
-    dots = base.transform_filter(f"datum.who !== '{COPY}'").mark_point(filled=True, size=36).encode(tooltip=tips)
+    dots = base.transform_filter(f"datum.who !== '{COPY}'").mark_point(filled=True, size=36)
+    dots = dots.encode(tooltip=_tips("of copy"))
     layers = [lines, dots]
     if measure == "error":
         allowed = base.transform_filter("isValid(datum.allowed) && datum.allowed > 0 && datum.who === 'ours'")
@@ -117,6 +137,34 @@ def measured(measure: str) -> dict[str, Any]:
     given = [alt.param(name="shown", value=list(LIBRARIES)), alt.param(name="begin", value=1)]
     given.append(alt.param(name="end", value=1 << 30))
     return _finished(alt.layer(*layers).add_params(clicked, *given), 230)
+
+
+def listed(measure: str) -> dict[str, Any]:
+    """A measure of all libraries, with a line for each case: of cases whose yardstick is not the copy."""
+    import altair as alt
+
+    label, scale, form = MEASURES[measure]
+    title = "ratio to the yardstick's speed" if measure == "ratio" else label
+    clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
+    chart = alt.Chart(alt.NamedData("points")).transform_filter(f"isValid(datum.{measure})")
+    chart = chart.mark_point(filled=True, size=60).encode(
+        x=alt.X(f"{measure}:Q", title=title, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
+                axis=alt.Axis(format=form, tickCount=5, labelOverlap="greedy")),
+        y=alt.Y("shape:N", sort=None, title=None, axis=alt.Axis(grid=True, labelLimit=140)),
+        color=_by_library(), tooltip=_tips("of yardstick"),
+        opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
+    )  # fmt: skip
+    shown = alt.param(name="shown", value=list(LIBRARIES))
+    return _finished(chart.add_params(clicked, shown), alt.Step(20)) | FIT_X
+
+
+def _tips(ratio: str) -> list[Any]:
+    """What the pointer shows on a point."""
+    import altair as alt
+
+    titles = {"who:N": "library", "shape:N": "shape", "plan:N": "plan", "us:Q": "µs", "gbps:Q": "GB/s",
+              "ratio:Q": ratio, "error:Q": "error", "allowed:Q": "allowed error", "mb:Q": "extra MB"}  # fmt: skip
+    return [alt.Tooltip(name, title=title) for name, title in titles.items()]
 
 
 def lengths() -> dict[str, Any]:

@@ -17,10 +17,12 @@ from ...core.device import known
 from ...core.options import SCORE_OPTIONS
 from ...planner.measured import tuned_table
 from ..bench.record_file import git_state
+from ..bench.tables import measures
 from . import charts
 from .combinations import EVERY, LONGEST, STEP, Choices
+from .panels import series
 from .plans import planned
-from .records import Record, series
+from .records import Record
 
 NEEDED = {"altair": "altair", "jinja2": "jinja2", "jsonschema": "jsonschema", "vl_convert": "vl-convert-python"}
 """Modules that a report needs, and their packages."""
@@ -116,14 +118,15 @@ def _devices(shown: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:
 def shown_first(records: Sequence[Record]) -> int | None:
     """The place of the record that is shown first; None without records.
 
-    It has softmax or log-softmax on one device, no forced backend, torch, the most cases, and is the newest.
+    It has device times; of these, the most libraries, no forced backend, torch, the most cases, and is the newest.
     """
 
-    def rank(place: int) -> tuple[bool, bool, bool, int, int]:
+    def rank(place: int) -> tuple[bool, int, bool, bool, int, int]:
         record = records[place]
-        options, operations = record.content["options"], (each.case.declaration for each in record.results)
-        of_elements = not record.sharded and any(not (one.per_row or one.backward) for one in operations)
+        options = record.content["options"]
         forced, in_jax = options.get("backend") is not None, options.get("framework") == "jax"
-        return of_elements, not forced, not in_jax, len(record.results), -place
+        libraries = {each.who for found in record.results for each in found.results if each.times}
+        on_device = measures(record.content) == "device time"
+        return on_device, len(libraries), not forced, not in_jax, len(record.results), -place
 
     return max(range(len(records)), key=rank, default=None)

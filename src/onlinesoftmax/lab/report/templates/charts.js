@@ -37,9 +37,9 @@ async function draw(element, specification, data, signals = {}) {
     mode: "vega-lite", actions: false, renderer: "svg", config: theme(), tooltip: { theme: "custom" },
     patch: (vega) => {
       for (const set of vega.data) if (state.data[set.name]) set.values = state.data[set.name];
-      // A narrow chart has a legend of two columns above it.
-      const narrow = element.clientWidth < 520;
-      for (const legend of vega.legends ?? []) if (narrow && legend.orient === "top") legend.columns = 2;
+      // The legend of a narrow chart has two columns.
+      const least = { top: 520, bottom: 400 };
+      for (const legend of vega.legends ?? []) if (element.clientWidth < least[legend.orient]) legend.columns = 2;
       for (const signal of vega.signals) if (signal.name === "ink") signal.value = colour("--ink");
       for (const signal of vega.signals) if (signal.name in state.signals) signal.value = state.signals[signal.name];
       return vega;
