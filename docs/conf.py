@@ -17,7 +17,7 @@ version = release = onlinesoftmax.__version__
 
 extensions = [
     "myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.intersphinx", "sphinx.ext.napoleon",
-    "sphinx_copybutton", "mathml", "signatures", "links",
+    "sphinx_copybutton", "mathml", "signatures", "links", "notebooks",
 ]  # fmt: skip
 templates_path = ["templates"]
 exclude_patterns = ["templates"]
