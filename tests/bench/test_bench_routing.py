@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
+import torch
 from bench_cases import CPU, recorded, refused
 
+import onlinesoftmax as osm
 from onlinesoftmax.lab.bench.routing.cases import GATES, RouteCase
-from onlinesoftmax.lab.bench.routing.peers import OursGate, TorchGate
+from onlinesoftmax.lab.bench.routing.peers import OursGate, QuackGate, TorchGate, TransformerEngineGate
 from onlinesoftmax.lab.bench.routing.reference import wrong
-from onlinesoftmax.lab.bench.routing.run import make_logits, run_gates
+from onlinesoftmax.lab.bench.routing.run import checked, make_logits, run_gates
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -53,9 +57,72 @@ def test_the_terms_of_a_gradient_may_cancel() -> None:
         assert "gradient: error" in str(wrong(case, x, bias, (gradient * 1.0001, *others), False)[0])
 
 
+def topk_of_quack(x: Any, k: int, softmax: bool) -> Any:
+    """quack.topk.topk: the number of a column takes the place of the low bits of a logit."""
+    assert softmax
+    low = x.shape[1] - 1
+    columns = torch.arange(x.shape[1], dtype=torch.int32)
+    keys = x.float().view(torch.int32) & ~low | torch.where(x >= 0, ~columns, columns) & low
+    values, indices = keys.view(torch.float32).topk(k, -1)
+    return (values.view(torch.int32) & ~low).view(torch.float32).softmax(-1).to(x.dtype), indices.int()
+
+
+def router_of_transformer_engine(
+    logits: Any, topk: int, use_pre_softmax: bool, num_groups: Any, group_topk: Any, scaling_factor: Any,
+    score_function: str, expert_bias: Any,
+) -> Any:  # fmt: skip
+    """fused_topk_with_score_function of transformer_engine.pytorch.router."""
+    given: dict[str, Any] = {"renormalize": not use_pre_softmax, "scale": scaling_factor or 1.0, "bias": expert_bias}
+    given |= {"score": score_function, "groups": num_groups, "group_k": group_topk}
+    found = osm.route(logits, topk, dense=True, **given)
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(1, found.indices.long(), True)
+    return found.dense.to(logits.dtype), chosen
+
+
+def scores_of_transformer_engine(logits: Any, topk: int, score_function: str) -> Any:
+    """fused_compute_score_for_moe_aux_loss."""
+    p = getattr(torch, score_function)(logits.float(), *((-1,) if score_function == "softmax" else ()))
+    return None, p / p.sum(-1, keepdim=True)
+
+
+def loss_of_transformer_engine(
+    probs: Any, tokens_per_expert: Any, total_num_tokens: int, num_experts: int, topk: int, coeff: float
+) -> Any:
+    """fused_moe_aux_loss."""
+    return (probs.sum(0) * tokens_per_expert).sum() * (coeff * num_experts / (topk * total_num_tokens**2))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_ways_of_other_libraries(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions with the signatures of their sources stand for the libraries, which need a GPU."""
+    router = SimpleNamespace(
+        fused_topk_with_score_function=router_of_transformer_engine,
+        fused_compute_score_for_moe_aux_loss=scores_of_transformer_engine,
+        fused_moe_aux_loss=loss_of_transformer_engine,
+    )  # fmt: skip
+    modules = {"quack.topk": SimpleNamespace(topk=topk_of_quack), "transformer_engine.pytorch.router": router}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    peers = [QuackGate("cpu"), TransformerEngineGate("cpu")]
+    cases = [RouteCase("route", (48, 64), 1, dtype, (), bool(each), "", gate) for gate in GATES for each in range(2)]
+    cases.append(RouteCase("route", (48, 40), 1, dtype, gate="top 8"))
+    refusals: dict[str, list[str]] = {"quack": [], "transformer-engine": []}
+    for case in cases:
+        inputs = make_logits(case, CPU)
+        for peer in peers:
+            if reason := peer.supports(case):
+                refusals[peer.name].append(reason)
+                continue
+            result, _ = checked(case, peer, inputs)
+            assert result.status == "ok", (str(case), result)
+    assert refusals["transformer-engine"] == []
+    words = "has no losses", "has only the softmax of the chosen logits", "takes powers of 2"
+    assert [sum(reason.startswith(each) for reason in refusals["quack"]) for each in words] == [4, 2, 1]
+
+
 def test_the_suite_of_gates_writes_a_record(tmp_path: Path) -> None:
-    asked = ("--suite", "route", "--shape", "16x40", "--peers", "torch")
-    printed, table = recorded(tmp_path / "gates.json", "gate time", "", *asked)
+    asked = ("--suite", "route", "--shape", "16x40", "--peers", "torch,transformer-engine")
+    printed, table = recorded(tmp_path / "gates.json", "gate time", "transformer-engine", *asked)
     assert "16x40, top 8 of 4 groups with gradient" in printed
     assert table.header[3:6] == ("who", "time us", "of read")
 
@@ -65,5 +132,5 @@ def test_wrong_arguments_of_the_suite_of_gates() -> None:
         "route",
         (("--shape", "4x8x9"), "needs two sizes, tokens x experts"),
         (("--shape", "4x7"), "7 experts are too few"),
-        (("--peers", "liger"), "unknown peer 'liger'; there are: torch, compile"),
+        (("--peers", "liger"), "unknown peer 'liger'; there are: torch, compile, quack, transformer"),
     )

@@ -1,14 +1,15 @@
-"""The ways from logits to experts: ours, PyTorch, torch.compile."""
+"""The ways from logits to experts: ours, PyTorch, torch.compile, quack, TransformerEngine."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from ....explanation import explain
 from ..cases import Case
-from ..peers import Compiled, Peer
+from ..peers import Compiled, ForGpus, Peer, Quack
 from .cases import RouteCase
 
 Function = Callable[..., Any]
@@ -21,7 +22,20 @@ class Gate(Peer):
     """A way to route; its function of the logits and the bias returns (weights, experts, counts).
 
     With a gradient, the weights are replaced by the gradient of the logits.
+
+    Attributes:
+        lacks: Note for tables: what it does not return.
     """
+
+    lacks = ""
+
+    def rounding(self, case: RouteCase, x: Any) -> float:
+        """Relative error that its scores and weights may have beyond float32 roundings."""
+        return 0.0
+
+    def incoming(self, case: RouteCase, x: Any, experts: Any) -> Any:
+        """The incoming gradient of the weights of these experts, (tokens, k); None for that of `incoming`."""
+        return None
 
     def prepare(self, case: Case) -> Function:
         """The function of logits and bias."""
@@ -55,8 +69,8 @@ def _incoming(shape: tuple[int, ...], dtype: Any, device: Any) -> list[Any]:
     import torch
 
     numbers = torch.randn(shape, device=device, generator=torch.Generator(device).manual_seed(1)).to(dtype)
-    # Those of float64, too, are float32 numbers.
-    weights = torch.tensor([BALANCE, Z], device=device).to(dtype)
+    # Those of float64, too, are float32 numbers.  Losses are not narrower.
+    weights = torch.tensor([BALANCE, Z], device=device).to(torch.promote_types(dtype, torch.float32))
     return [numbers, *weights]
 
 
@@ -152,5 +166,104 @@ def by_torch(case: RouteCase) -> Function:
     return forward
 
 
-GATE_PEERS: dict[str, type[Peer]] = {peer.name: peer for peer in (TorchGate, CompiledGate)}
+class QuackGate(ForGpus, Gate):
+    """quack's softmax of the k largest logits; PyTorch adds the counts."""
+
+    name, module, distribution = Quack.name, "quack.topk", Quack.distribution
+    lacks = "counts by PyTorch, no lse"
+
+    def supports(self, case: Case) -> str | None:
+        """Softmax of the chosen logits, of a number of experts that its sort takes; no losses."""
+        assert isinstance(case, RouteCase)
+        given, experts = case.arguments, case.shape[1]
+        if case.with_gradient:
+            return "has no losses"
+        if "score" in given or not given.get("renormalize", True):
+            return "has only the softmax of the chosen logits"
+        if any(number & (number - 1) for number in (experts, given["k"])) or experts > 4096 or given["k"] > 128:
+            return "takes powers of 2, up to 4096 experts and k = 128"
+        return super().supports(case)
+
+    def rounding(self, case: RouteCase, x: Any) -> float:
+        """The number of an expert takes the place of the low bits of its float32 logit; weights are rounded."""
+        import torch
+
+        eps = torch.finfo(x.dtype).eps
+        return 2 * float(x.detach().abs().max()) * case.shape[1] * 2.0**-23 + (eps if x.itemsize < 4 else 0.0)
+
+    def prepare(self, case: Case) -> Function:
+        """The function of logits and bias."""
+        return Gate.prepare(self, case)
+
+    def forward(self, case: RouteCase) -> Function:
+        """Its public function."""
+        import torch
+
+        topk, k, experts = importlib.import_module(self.module).topk, case.arguments["k"], case.shape[1]
+
+        def forward(x: Any, _: Any) -> Any:
+            weights, chosen = topk(x, k, softmax=True)
+            flat = chosen.flatten()
+            counts = torch.zeros(experts, dtype=torch.int32, device=x.device)
+            return weights, chosen, counts.index_add_(0, flat, torch.ones_like(flat))
+
+        return forward
+
+
+class TransformerEngineGate(ForGpus, Gate):
+    """The fused router of TransformerEngine: dense weights and a map of the chosen experts, which PyTorch counts."""
+
+    name, module = "transformer-engine", "transformer_engine.pytorch.router"
+    distribution = "transformer-engine"
+    lacks = "dense weights, counts and z-loss by PyTorch"
+
+    def rounding(self, case: RouteCase, x: Any) -> float:
+        """Weights have the dtype of the logits."""
+        import torch
+
+        return float(torch.finfo(x.dtype).eps) if x.itemsize < 4 else 0.0
+
+    def incoming(self, case: RouteCase, x: Any, experts: Any) -> Any:
+        """Those of the dense weights, which have the dtype of the logits."""
+        return incoming(x)[0].gather(1, experts)
+
+    def prepare(self, case: Case) -> Function:
+        """The function of logits and bias."""
+        return Gate.prepare(self, case)
+
+    def forward(self, case: RouteCase) -> Function:
+        """Its public functions, as Megatron-LM calls them."""
+        router, given, (tokens, experts) = importlib.import_module(self.module), case.arguments, case.shape
+        k, score = given["k"], given.get("score", "softmax")
+        # Softmax, the default, of all experts before the choice; else of the chosen ones.
+        before = "score" not in given and not given.get("renormalize", True)
+
+        def forward(x: Any, bias: Any) -> Any:
+            weights, chosen = router.fused_topk_with_score_function(
+                logits=x, topk=k, use_pre_softmax=before, num_groups=given.get("groups"),
+                group_topk=given.get("group_k"), scaling_factor=given.get("scale"), score_function=score,
+                expert_bias=bias,
+            )  # fmt: skip
+            counts = chosen.sum(0)
+            if not case.with_gradient:
+                return weights, chosen, counts
+            _, p = router.fused_compute_score_for_moe_aux_loss(logits=x, topk=k, score_function=score)
+            balance = router.fused_moe_aux_loss(
+                probs=p, tokens_per_expert=counts, total_num_tokens=tokens, num_experts=experts, topk=k, coeff=1.0
+            )
+            return weights, chosen, counts, balance, x.float().logsumexp(-1).square().mean()
+
+        return forward
+
+    def whole(self, case: Case, found: Any) -> Any:
+        """(weights or gradient, experts, counts): the chosen experts of its map, and their weights."""
+        assert isinstance(case, RouteCase)
+        numbers, chosen, counts = found
+        experts = chosen.int().topk(case.arguments["k"], -1).indices
+        return numbers if case.with_gradient else numbers.gather(1, experts), experts, counts
+
+
+GATE_PEERS: dict[str, type[Peer]] = {
+    peer.name: peer for peer in (TorchGate, CompiledGate, QuackGate, TransformerEngineGate)
+}
 """The ways beside ours, by their names on the command line."""

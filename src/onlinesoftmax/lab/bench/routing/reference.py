@@ -19,7 +19,9 @@ NEAR = 1e-6
 """Distance of two scores that other libraries may take for each other."""
 
 
-def wrong(case: RouteCase, x: Any, bias: Any, found: Any, exact: bool) -> tuple[str | None, float]:
+def wrong(
+    case: RouteCase, x: Any, bias: Any, found: Any, exact: bool, slack: float = 0.0, given: Any = None
+) -> tuple[str | None, float]:
     """The fault of a result in a sentence, None without one, and the largest error of a weight or a gradient.
 
     Args:
@@ -27,6 +29,8 @@ def wrong(case: RouteCase, x: Any, bias: Any, found: Any, exact: bool) -> tuple[
         x, bias: Logits and bias.
         found: (weights or gradient, experts, counts, …).
         exact: True for a way whose experts have to be those of our formulas.
+        slack: Relative error that its scores and weights may have beyond float32 roundings.
+        given: Incoming gradient of its weights, (tokens, k); None for that of `incoming`.
     """
     import torch
 
@@ -35,20 +39,20 @@ def wrong(case: RouteCase, x: Any, bias: Any, found: Any, exact: bool) -> tuple[
     in_order = experts.sort(1).values
     if bool(((in_order[:, 1:] == in_order[:, :-1]).any(1) | (in_order[:, 0] < 0)).any()):
         return "experts of a token are equal, or are none", torch.inf
-    if reason := _wrong_choice(case, rows, bias, experts, exact):
+    if reason := _wrong_choice(case, rows, bias, experts, exact, slack):
         return reason, torch.inf
     if not torch.equal(counts.long(), experts.flatten().bincount(minlength=case.shape[1])):
         return "counts are others", torch.inf
-    want, size = _in_float64(case, rows, bias, experts)
+    want, size = _in_float64(case, rows, bias, experts, given)
     error = float(((numbers.double() - want).abs() / size.clamp(min=1e-30)).max())
     # A gradient is rounded to the dtype of the logits.
     eps = torch.finfo(rows.dtype if case.with_gradient else torch.float32).eps
-    allowed = ROUNDINGS * torch.finfo(torch.float32).eps + eps
+    allowed = ROUNDINGS * torch.finfo(torch.float32).eps + max(eps, slack)
     what = "gradient" if case.with_gradient else f"{k} weights"
     return (f"{what}: error {error:.1e}, allowed {allowed:.1e}" if not error <= allowed else None), error
 
 
-def _wrong_choice(case: RouteCase, x: Any, bias: Any, experts: Any, exact: bool) -> str | None:
+def _wrong_choice(case: RouteCase, x: Any, bias: Any, experts: Any, exact: bool, slack: float) -> str | None:
     import torch
 
     given = case.arguments
@@ -63,10 +67,10 @@ def _wrong_choice(case: RouteCase, x: Any, bias: Any, experts: Any, exact: bool)
         off = (experts.sort(1).values != want.sort(1).values).any(1)
         return None if float(off.float().mean()) < 1e-2 else "experts of other groups are chosen"
     least, own = (x.float().softmax(-1).gather(1, each).amin(1) for each in (want, experts))
-    return "experts with smaller scores are chosen" if bool((own < least - NEAR).any()) else None
+    return "experts with smaller scores are chosen" if bool((own < least * (1 - slack) - NEAR).any()) else None
 
 
-def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any) -> tuple[Any, Any]:
+def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any, given: Any) -> tuple[Any, Any]:
     """The weights of the experts, or the gradient; and the largest number of each token, or term of one."""
     import torch
 
@@ -78,6 +82,8 @@ def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any) -> tuple[Any, 
     if not case.with_gradient:
         return weights, weights.abs().amax(1, keepdim=True)
     outputs = [found.weights, load_balancing_loss(found), router_z_loss(found)]
-    (gradient,) = torch.autograd.grad(outputs, z, incoming(found.weights))
-    terms = weights * incoming(found.weights)[0]
+    of_weights, *of_losses = incoming(found.weights)
+    of_weights = of_weights if given is None else given.double()
+    (gradient,) = torch.autograd.grad(outputs, z, [of_weights, *of_losses])
+    terms = weights * of_weights
     return gradient, torch.cat([gradient, terms], 1).abs().amax(1, keepdim=True)

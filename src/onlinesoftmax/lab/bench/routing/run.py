@@ -13,7 +13,7 @@ from ..run import check_each, clock_of, each_case, over_one_read
 from ..suites import Measures
 from ..timing import Call, Clock
 from .cases import RouteCase
-from .peers import OursGate
+from .peers import Gate, OursGate
 from .reference import wrong
 
 FLOAT64_COPIES = 10
@@ -62,16 +62,19 @@ def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
 
 def _measure(case: RouteCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
     inputs = make_logits(case, device)
-    results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, inputs))
+    results, calls = check_each(case, everybody, lambda peer: checked(case, peer, inputs))
     x = inputs[0].detach()
     long = x.view(-1, LONG) if x.numel() % LONG == 0 else x
     return over_one_read(CaseResult(case, results=results, measures=KIND), calls, long, clock, repeat_ms)
 
 
-def _checked(case: RouteCase, peer: Peer, inputs: tuple[Any, Any]) -> tuple[Result, Call]:
+def checked(case: RouteCase, peer: Peer, inputs: tuple[Any, Any]) -> tuple[Result, Call]:
     """The result of a way without times, and its call."""
     call = partial(peer.prepare(case), *inputs)
-    reason, error = wrong(case, *inputs, call(), peer.ours)
+    assert isinstance(peer, Gate)
+    found = peer.whole(case, call())
+    slack, given = peer.rounding(case, inputs[0]), peer.incoming(case, inputs[0], found[1].long())
+    reason, error = wrong(case, *inputs, found, peer.ours, slack, given)
     extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
-    note = peer.way(case, *inputs) if isinstance(peer, OursGate) else ""
+    note = peer.way(case, *inputs) if isinstance(peer, OursGate) else peer.lacks
     return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=note), call
