@@ -97,11 +97,11 @@ inline int __float_as_int(float x) { return bits_as<int>(x); }
 inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
 inline unsigned long long __double_as_longlong(double x) { return bits_as<unsigned long long>(x); }
 inline double __longlong_as_double(unsigned long long i) { return bits_as<double>(i); }
+inline float __saturatef(float x) { return x > 0 ? x < 1 ? x : 1 : 0; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; } inline float __fadd_rn(float a, float b) { return a + b; }
 inline unsigned long long __float2ull_rn(float x) { return (unsigned long long)__builtin_rintf(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); } inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
     const unsigned long long both = (unsigned long long)b << 32 | a;

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from cuda_clusters import CLUSTERS, SEEN
 from cuda_machine import BUILT_IN, DECLARATIONS, NUMBERS, load_kernel
 from onlinesoftmax.kernels.cuda import merge, messages, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
@@ -112,7 +113,10 @@ REPLACED = {
     },
     "weights": {"inline float log_of_sum(float y)": "{ return log(y); }"},
     "select": {"inline unsigned shift_in_below(unsigned mask, float x, float t)": "{ return mask << 1 | (x < t); }"},
-    "scores": {"inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.18e-38f ? 0 : z; }"},
+    "scores": {
+        "inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.18e-38f ? 0 : z; }",
+        "inline float largest_or_nan(float x, float y)": "{ return x != x || y != y ? x + y : x < y ? y : x; }",
+    },
     "exchange": {"inline void prefetch(const void* at)": "{}"},
     "processes": {
         "inline uint64 now()": "{ return 0; }",
@@ -154,65 +158,6 @@ template <class Word> Word look(const Word* from) {
     return word;
 }
 """
-
-SEEN = """
-template <class T> T seen(const T& variable) { return __atomic_load_n(&variable, __ATOMIC_SEQ_CST); }
-template <class T> void show(T& variable, T value) { __atomic_store_n(&variable, value, __ATOMIC_SEQ_CST); }
-"""
-
-PEERS = """
-static uint64* beginnings[16];
-inline void expect_bytes(uint64* arrived, unsigned bytes) {
-    show(*arrived, uint64(bytes));
-    show(beginnings[blockIdx.x % CLUSTER], arrived);
-}
-inline void announce_beginning() {}
-template <class T> void send(T* to, T word, uint64* arrived, int block) {
-    // Thread-local variables of one function are equally far apart in every thread.
-    uint64* there;
-    while (!(there = seen(beginnings[block]))) yield();
-    memcpy(reinterpret_cast<char*>(there) + (reinterpret_cast<char*>(to) - reinterpret_cast<char*>(arrived)), &word,
-           sizeof(T));
-    __atomic_fetch_sub(there, sizeof(T), __ATOMIC_SEQ_CST);
-}
-inline void wait_for_beginnings() {}
-inline void wait_for_messages(uint64* arrived) { while (seen(*arrived)) yield(); }
-"""
-"""Messages between the blocks of a cluster: blocks are threads of the host, so a message is a variable for all."""
-
-STATES = "inline void expect_states(uint64* arrived) { expect_bytes(arrived, CLUSTER * sizeof(State)); }"
-
-CLUSTER_WORDS = """
-static char* bases[16];
-static unsigned arrived, phase;
-inline void wait_for_cluster() {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const unsigned now = seen(phase);
-        release(&phase);
-        if (__atomic_add_fetch(&arrived, 1, __ATOMIC_SEQ_CST) == CLUSTER) show(arrived, 0u), show(phase, now + 1);
-        while (seen(phase) == now) yield();
-        acquire(&phase);
-    }
-    __syncthreads();
-}
-inline void open_cluster(const void* base) {
-    if (threadIdx.x == 0) show(bases[blockIdx.x % CLUSTER], (char*)base);
-    wait_for_cluster();
-}
-// Thread-local variables of one function are equally far apart in every thread.
-inline uint64* there(const uint64* at, int block) {
-    return reinterpret_cast<uint64*>(seen(bases[block]) + ((char*)at - seen(bases[blockIdx.x % CLUSTER])));
-}
-inline void put_word(uint64* to, uint64 word, int block) { *there(to, block) = word; }
-inline uint64 get_word(const uint64* from, int block) { return *there(from, block); }
-"""
-"""Words of the blocks of a cluster, and their barrier."""
-
-CLUSTERS = {
-    "channel/cluster_messages": SEEN + PEERS, "channel/cluster_states": STATES,
-    "channel/cluster_words": SEEN + CLUSTER_WORDS,
-}  # fmt: skip
 
 SHARED_ARRAY = re.compile(r"__shared__ (\w+) (\w+)(\[[^;]*\]);")
 SHARED_MEMORY = (
@@ -258,7 +203,7 @@ def _program(parts: list[str], parameter: str, kernel: str, between: str = "") -
     numbers = _replaced("numeric/numbers").replace("// max_pair:", MAX_HALVES + "// max_pair:", 1)
     driver = DRIVER.replace("PARAMETER", parameter).replace("KERNEL", kernel)
     driver = driver.replace("BETWEEN", between)
-    text = "\n".join([LOOK, numbers, *parts, driver])
+    text = "\n".join([LOOK, SEEN, numbers, *parts, driver])
     return "\n".join([DECLARATIONS, NUMBERS, BUILT_IN, SHARED_ARRAY.sub(SHARED_MEMORY, text)])
 
 

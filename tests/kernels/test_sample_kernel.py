@@ -164,6 +164,12 @@ def test_more_equal_scores_than_a_list_can_sort(folder: Path) -> None:
         check(torch.zeros(1, 9_600), 8, folder, 3, seed=torch.tensor([1]), top_k=50, temperature=temperature)
 
 
+@pytest.mark.parametrize("ties", ["keep", "first"])
+def test_more_equal_scores_at_the_threshold_than_a_list_holds(ties: str, folder: Path) -> None:
+    x = (torch.randn(1, 16_000, generator=torch.Generator().manual_seed(8)) * 2).round()
+    check(x, 2, folder, 0, seed=torch.tensor([1]), top_p=0.9, ties=ties)
+
+
 def test_a_block_of_masked_tokens(folder: Path) -> None:
     # It has no threshold for the others, and no sum of masses.
     x = torch.randn(2, 24_000, generator=torch.Generator().manual_seed(7))

@@ -35,18 +35,21 @@ struct Rivals {
     __device__ inline bool include(const Winner& winner, float peak) const {
         return winner.word && winner.sum() - Winner::ERROR >= bound + peak;
     }
+    // True if a token with this score and random number may win.
+    __device__ inline bool has(float x, unsigned bits) const {
+        const float missing = __uint_as_float(0x3f800000u | ~bits >> 9);   // 2 - u, or a little less
+        return missing <= 1 + power_of_two(fma(x, rate, shift));
+    }
     // A bit for each token of a tile that may win; the tile begins with token `first` of the row, a multiple of 4.
     __device__ inline unsigned among(const Tiles& tiles, unsigned first, uint64 seed, uint64 offset) const {
         unsigned found = 0;
 #pragma unroll
         for (int group = 0; group < OWN_TOKENS; group += 4) {
             const Words words = philox((first + Tiles::token(group)) / 4, offset, seed);
+            // Most groups have no such token, not even with the largest score and the largest number.
+            if (has(tiles.largest_of_four(group), max(max(words.of[0], words.of[1]), max(words.of[2], words.of[3]))))
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float chance = power_of_two(fma(tiles.score(group + j), rate, shift));
-                const float missing = __uint_as_float(0x3f800000u | ~words.of[j] >> 9);   // 2 - u, or a little less
-                found |= unsigned(missing <= 1 + chance) << (group + j);
-            }
+                for (int j = 0; j < 4; ++j) found |= unsigned(has(tiles.score(group + j), words.of[j])) << (group + j);
         }
         return found;
     }
@@ -68,14 +71,11 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
             const uint64 two = two_counts(spread, (thread * OWN + i) / 2, block);
             counts[i] += unsigned(two), counts[i + 1] += unsigned(two >> 32);
         }
+    // Adjacent threads take the lists of different blocks.  Sums of whole numbers are the same in all blocks.
+    const int of = thread % CLUSTER, above = int(exchange.blocks[2][of][3]);
 #pragma unroll 1
-    for (int block = 0; block < CLUSTER; ++block) {
-        // Sums of whole numbers are the same in all blocks.
-        const int above = int(exchange.blocks[slice.buffer ^ 1][block][3]);
-#pragma unroll 1
-        for (int i = thread; i < above; i += THREADS)
-            atomicAdd(&exchange.found[0], mass_of(below(score_of(get_word(&spread.above[i], block)), row.m), row.rate));
-    }
+    for (int i = thread / CLUSTER; i < above; i += THREADS / CLUSTER)
+        atomicAdd(&exchange.found[0], mass_of(below(score_of(get_word(&spread.above[i], of)), row.m), row.rate));
     __syncthreads();
     float bins[OWN], own = 0;
 #pragma unroll
@@ -103,18 +103,23 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
 }
 
 // The sums of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it,
-// and of those in it.
-enum { TOTAL, ABOVE, BETWEEN, NUMBER_ABOVE, LISTED, PASS_WORDS };
+// and of those in it.  After them, the limits of the scores in the window (candidates.cuh).
+enum { TOTAL, ABOVE, BETWEEN, NUMBER_ABOVE, LISTED, PASS_SUMS, LIMITS = PASS_SUMS, PASS_WORDS };
 
 // The sums of all blocks, the mass that top_p keeps, and how many keys the lists of the blocks before this one have.
-struct Found { uint64 sums[PASS_WORDS], goal, before; };
+struct Found {
+    uint64 sums[PASS_WORDS], goal, before;
+    bool equal;   // the lists are too long, but all their scores are equal and stay or go together
+};
+
+// The sums of a thread.
+struct OwnSums { uint64 total, above, between, number_above; };
 
 // One pass over the slice, which lists the tokens in the window.
-__device__ inline void pass(
-    const Row& row, const Slice& slice, Window window, uint64* between, Board* board, uint64 (&sums)[PASS_WORDS]
-) {
+__device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window, uint64* between, Board* board) {
     const float m = row.m, rate = row.rate;
-    unsigned number = 0;
+    uint64 total = 0, of_above = 0, of_between = 0;
+    unsigned number = 0, most = 0, least = 0;
     Tiles tiles;
     tiles.begin(slice);
 #pragma unroll 1
@@ -127,47 +132,52 @@ __device__ inline void pass(
             const float x = tiles.score(i);
             const uint64 mass = mass_of(__fadd_rn(x, -m), rate);
             const bool above = x >= window.high;
-            sums[TOTAL] += mass, sums[ABOVE] += above ? mass : 0, number += above;
+            total += mass, of_above += above ? mass : 0, number += above;
             listed |= unsigned(x >= window.low && !above) << i;
         }
 #pragma unroll 1
         for (; listed; listed &= listed - 1) {
-            const int token = tile + Tiles::token(__ffs(listed) - 1);
-            // The registers cannot be indexed.
-            const uint64 key = key_of(wide(slice.x[token]), unsigned(slice.begin + token));
+            const int i = __ffs(listed) - 1;
+            const uint64 key = key_of(tiles.pick(i), unsigned(slice.begin) + tile + Tiles::token(i));
             append(between, MOST_BETWEEN, &board->counts[0], key);
+            most = max(most, unsigned(key >> 32)), least = max(least, ~unsigned(key >> 32));
         }
     }
-    sums[NUMBER_ABOVE] = number;
+    raise(&board->limits[0], most), raise(&board->limits[1], least);
     __syncthreads();
     const int count = int(min(board->counts[0], unsigned(MOST_BETWEEN)));
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += THREADS) sums[BETWEEN] += row.mass(between[i]);
+    for (int i = threadIdx.x; i < count; i += THREADS) of_between += row.mass(between[i]);
+    return {total, of_above, of_between, number};
 }
 
 // One pass of all blocks.
 __device__ inline void pass_together(
     const Row& row, Slice& slice, Window window, uint64* between, Board* board, Found& found
 ) {
-    if (threadIdx.x == 0) board->counts[0] = 0;
+    if (threadIdx.x == 0) board->counts[0] = board->limits[0] = board->limits[1] = 0;
     __syncthreads();
-    uint64 sums[PASS_WORDS] = {};
-    pass(row, slice, window, between, board, sums);
-    slice.merge_threads(sums, [](uint64 (&to)[PASS_WORDS], const uint64* other) {
+    const OwnSums own = pass(row, slice, window, between, board);
+    uint64 sums[PASS_WORDS] = {own.total, own.above, own.between, own.number_above};
+    slice.add_threads(sums);
+    sums[LISTED] = board->counts[0], sums[LIMITS] = uint64(board->limits[0]) << 32 | board->limits[1];
+    // A lane of the first warp has the words of a block.
+    const int lane = threadIdx.x % 32;
+    const uint64* const of_block = slice.share(sums)[lane % CLUSTER];
+    if (threadIdx.x < 32) {
 #pragma unroll
-        for (int i = 0; i < PASS_WORDS; ++i) to[i] += other[i];
-    });
-    sums[LISTED] = board->counts[0];
-    uint64 total[PASS_WORDS] = {}, before = 0;
-    slice.share(sums, [&](const uint64* of_block, int block) {
-        before = block == slice.rank ? total[LISTED] : before;
+        for (int i = 0; i < PASS_SUMS; ++i) sums[i] = sum_of_lanes(lane < CLUSTER ? of_block[i] : 0);
+        const unsigned before = __reduce_add_sync(~0u, lane < slice.rank ? unsigned(of_block[LISTED]) : 0);
+        const unsigned most = __reduce_max_sync(~0u, unsigned(of_block[LIMITS] >> 32));
+        const unsigned least = __reduce_max_sync(~0u, unsigned(of_block[LIMITS]));
+        if (lane == 0) {
 #pragma unroll
-        for (int i = 0; i < PASS_WORDS; ++i) total[i] += of_block[i];
-    });
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < PASS_WORDS; ++i) found.sums[i] = total[i];
-        found.goal = row.goal(total[TOTAL]), found.before = before;
+            for (int i = 0; i < PASS_SUMS; ++i) found.sums[i] = sums[i];
+            found.goal = row.goal(sums[TOTAL]), found.before = before;
+            found.equal = sums[LISTED] > MOST_BETWEEN && most == ~least && !row.first;
+            found.sums[LIMITS] = uint64(most) << 32;
+            if (found.equal) found.sums[BETWEEN] = sums[LISTED] * row.mass(found.sums[LIMITS]);
+        }
     }
     __syncthreads();
 }
@@ -199,7 +209,7 @@ __device__ inline uint64 threshold(
 // gets those of all blocks, and `count` of them.
 __device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint64 mass, Rivals& rivals, Board* board, int& count) {
     if (threadIdx.x == 0) board->counts[1] = 0;
-    __syncthreads();
+    wait_for_cluster();   // block 0 has not waited for the others
     rivals.expect(row.m, row.rate, float(int64(mass)) / (uint64(1) << MASS_BITS));
     Tiles tiles;
     tiles.begin(slice);
@@ -210,35 +220,35 @@ __device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint
         unsigned listed = rivals.among(tiles, unsigned(slice.begin + tile), row.seed, row.offset);
 #pragma unroll 1
         for (; listed; listed &= listed - 1) {
-            const int token = tile + Tiles::token(__ffs(listed) - 1);
-            if (token >= slice.count) continue;
-            const uint64 key = key_of(wide(slice.x[token]), unsigned(slice.begin + token));
+            const int i = __ffs(listed) - 1;
+            const uint64 key = key_of(tiles.pick(i), unsigned(slice.begin) + tile + Tiles::token(i));
             if (row.keeps(key, kept)) append(rivals.list, MOST_RIVALS, &board->counts[1], key);
         }
     }
     __syncthreads();
     const uint64 own[] = {board->counts[1]};
     uint64 total = 0, before = 0;
-    slice.share(own, [&](const uint64* of_block, int block) {
+    const Slice::Words shared = slice.share(own);
+#pragma unroll 1
+    for (int block = 0; block < CLUSTER; ++block) {
         before = block == slice.rank ? total : before;
-        total += of_block[0];
-    });
+        total += shared[block][0];
+    }
     count = int(total);
     if (total > MOST_RIVALS) return false;
     gather(slice, rivals.list, int(own[0]), before);
-    wait_for_cluster();
+    wait_for_keys(slice, count - int(own[0]), 1);
     return true;
 }
 
 // The outcome of a row, in block 0, in shared memory; false where search_row has to take it.  `count` is the
-// number of all rivals that the first pass has listed, and `peak` the score that their bound refers to.
+// number of all rivals that the first pass has listed, and `peak` the score that their bound refers to; `coming` keys are on
+// the way to block 0.
 __device__ inline bool choose_by_mass(
-    const Row& row, Slice& slice, const Spread& spread, uint64* list, Rivals rivals, int count, float peak, Board* board,
-    Found& found, Result& result
+    const Row& row, Slice& slice, const Spread& spread, uint64* list, Rivals rivals, int count, int coming, float peak,
+    Board* board, Found& found, Result& result
 ) {
     uint64 *const between = list + FEW, *const picked = between + MOST_BETWEEN;
-    // The passes subtract m without the care of `below`: rows that need it go elsewhere.
-    if (row.m == INF || row.m - -LARGEST_FLOAT32 == INF || row.rate < 1e-30f) return false;
     const float least = row.least == -INF ? -LARGEST_FLOAT32 : least_score(row.m, row.least);
     const bool cuts = row.top_p < 1;
     Window window{least, least};
@@ -247,46 +257,50 @@ __device__ inline bool choose_by_mass(
         window.high = bin > 0 ? fmax(spread.score(bin - MARGIN), least) : INF;
         window.low = fmax(spread.score(bin + 1 + MARGIN), least);
     }
-    bool reached = false;   // the goal of top_p
+    bool reached = false, is_there = false;   // the goal of top_p; the threshold in the window
 #pragma unroll 1
     for (int turn = 0; turn < 4; ++turn) {
         pass_together(row, slice, window, between, board, found);
-        if (found.sums[LISTED] > MOST_BETWEEN) return false;
+        if (found.sums[LISTED] > MOST_BETWEEN && !found.equal) break;
         const bool low = cuts && found.sums[ABOVE] >= found.goal;
         reached = cuts && found.sums[ABOVE] + found.sums[BETWEEN] >= found.goal;
         // Where min_p keeps less than top_p, the goal is not reached.
-        if (!low && (reached || window.low == least)) break;
-        if (turn == 3) return false;
+        if (!low && (reached || window.low == least)) { is_there = true; break; }
         const float width = spread.width() * (2 * turn + 2);
         window = low ? Window{window.high + width, window.high} : Window{window.low, fmax(window.low - width, least)};
     }
-    gather(slice, between, board->counts[0], found.before);
-    wait_for_cluster();
+    if (is_there && !found.equal) {
+        gather(slice, between, board->counts[0], found.before);
+        coming += int(found.sums[LISTED]) - int(board->counts[0]);
+    }
+    wait_for_keys(slice, coming, 0);
+    if (!is_there) return false;
     uint64 words[] = {0, 0, 0};   // what the blocks have to know where the winner is not among the rivals
     if (slice.rank == 0) {
         Kept kept{0, row.least};
-        if (reached) kept.key = threshold(row, slice, found, window, between, picked, board);
-        const Sum sum = sum_kept(row, slice, between, int(found.sums[LISTED]), kept);
-        const Winner winner = winner_of(row, slice, rivals.list, count, kept);
-        const uint64 mass = sum.mass + found.sums[ABOVE];
+        if (reached) kept.key = found.equal ? found.sums[LIMITS] : threshold(row, slice, found, window, between, picked, board);
+        const int listed = found.equal ? 0 : int(found.sums[LISTED]);
+        Chosen chosen = sum_and_win(row, slice, between, listed, rivals.list, count, kept);
+        if (found.equal) chosen.mass = found.sums[BETWEEN], chosen.number = found.sums[LISTED];
+        const Winner winner = chosen.winner;
+        const uint64 mass = chosen.mass + found.sums[ABOVE];
         if (threadIdx.x == 0) {
             result.kept = kept;
-            result.outcome = {mass, 0, sum.number + found.sums[NUMBER_ABOVE], winner.key};
+            result.outcome = {mass, 0, chosen.number + found.sums[NUMBER_ABOVE], winner.key};
         }
         words[0] = !rivals.include(winner, (peak - row.m) * row.rate), words[1] = kept.key, words[2] = mass;
     }
-    slice.share(words, [&](const uint64* of_block, int block) {
-        if (block == 0) words[0] = of_block[0], words[1] = of_block[1], words[2] = of_block[2];
-    });
+    slice.tell(words);
     if (!words[0]) return true;
     const Kept kept{words[1], row.least};
+    if (slice.rank == 0) __syncthreads(), words[2] = result.outcome.mass;   // other warps than the first had no sum
     if (!list_rivals(row, slice, kept, words[2], rivals, board, count)) return false;
     words[0] = 0;
     if (slice.rank == 0) {
-        const Winner winner = winner_of(row, slice, rivals.list, count, kept);
+        const Winner winner = sum_and_win(row, slice, nullptr, 0, rivals.list, count, kept).winner;
         if (threadIdx.x == 0) result.outcome.winner = winner.key;
         words[0] = !rivals.include(winner, 0);
     }
-    slice.share(words, [&](const uint64* of_block, int block) { if (block == 0) words[0] = of_block[0]; });
+    slice.tell(words);
     return !words[0];
 }

@@ -4,7 +4,7 @@
 // reach.  A list that grows too long is cut to the wanted number of tokens, which raises the threshold.
 
 // Where keys are wanted, threads look every second tile whether the list is too long.
-static_assert(CAPACITY == FEW + 2 * TILE, "room for two tiles");
+static_assert(CAPACITY >= FEW + 2 * TILE, "room for two tiles");
 
 // Shared by the threads of a block.
 struct Board {
@@ -13,6 +13,7 @@ struct Board {
     unsigned peak;           // the word of the largest score so far; later, of another number
     unsigned trough;         // the inverted word of the least score above -inf of the first tile
     unsigned counts[2];      // keys in other lists
+    unsigned limits[2];      // the word of the largest score in a window, and the inverted one of the least
     unsigned of_warps[2][WARPS];
 };
 

@@ -69,32 +69,6 @@ __device__ inline uint64 key_at_mass(
     return slice.exchange->found[0];
 }
 
-// The masses and the number of the keys of a list that are kept, given to all threads.
-struct Sum { uint64 mass, number; };
-__device__ inline Sum sum_kept(const Row& row, Slice& slice, const uint64* list, int count, Kept kept) {
-    uint64 sums[] = {0, 0};
-#pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += THREADS)
-        if (row.keeps(list[i], kept)) sums[0] += row.mass(list[i]), ++sums[1];
-    slice.merge_threads(sums, [](uint64 (&to)[2], const uint64* other) { to[0] += other[0], to[1] += other[1]; });
-    return {sums[0], sums[1]};
-}
-
-// The winner of all threads of the block, given to all of them.
-__device__ inline Winner winner_of_threads(Slice& slice, Winner own) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    auto& of_warps = slice.exchange->of_warps;
-    own = own.of_lanes();
-    if (lane == 0) of_warps[warp][0] = uint64(own.word) << 32 | own.second, of_warps[warp][1] = own.key;
-    __syncthreads();
-    const uint64* const words = of_warps[lane % WARPS];
-    // Each warp counts once.
-    own = lane < WARPS ? Winner{unsigned(words[0] >> 32), unsigned(words[0]), words[1]} : Winner{0, 0, 0};
-    own = own.of_lanes();
-    __syncthreads();   // before the words of warps are overwritten
-    return own;
-}
-
 // The token of a list that wins among those that are kept, with every rounding of the formula, given to all threads.
 __device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const uint64* list, int count, Kept kept) {
     Best best{-INF, 0};
@@ -106,20 +80,42 @@ __device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const u
     return words[1];
 }
 
-// The token of a list that wins among those that are kept, given to all threads.
-__device__ inline Winner winner_of(const Row& row, Slice& slice, const uint64* list, int count, Kept kept) {
+// The masses and the number of the kept keys of a list, for the first warp; the winner among those of another list, for all.
+struct Chosen { uint64 mass, number; Winner winner; };
+__device__ inline Chosen sum_and_win(
+    const Row& row, Slice slice, const uint64* list, int count, const uint64* rivals, int number, Kept kept
+) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto& of_warps = slice.exchange->of_warps;
+    uint64 sums[] = {0, 0};
+#pragma unroll 1
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        if (row.keeps(list[i], kept)) sums[0] += row.mass(list[i]), ++sums[1];
     Winner own{0, 0, 0};
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        const uint64 key = list[i];
+    for (int i = threadIdx.x; i < number; i += THREADS) {
+        const uint64 key = rivals[i];
         if (!row.keeps(key, kept)) continue;
         const float noise = -log_of_two(exponential(bits_of(token_of(key), row.offset, row.seed)));
         own.take(word_of(fma(below(score_of(key), row.m), row.rate, noise)), key);
     }
-    own = winner_of_threads(slice, own);
+    own = own.of_lanes();
+    sums[0] = sum_of_lanes(sums[0]), sums[1] = sum_of_lanes(sums[1]);
+    if (lane == 0) {
+        of_warps[warp][0] = sums[0], of_warps[warp][1] = sums[1];
+        of_warps[warp][2] = uint64(own.word) << 32 | own.second, of_warps[warp][3] = own.key;
+    }
+    __syncthreads();
+    // Each warp counts once.
+    const uint64* const words = of_warps[lane % WARPS];
+    const bool counts = lane < WARPS;
+    own = counts ? Winner{unsigned(words[2] >> 32), unsigned(words[2]), words[3]} : Winner{0, 0, 0};
+    own = own.of_lanes();
+    if (warp == 0) sums[0] = sum_of_lanes(counts ? words[0] : 0), sums[1] = sum_of_lanes(counts ? words[1] : 0);
+    __syncthreads();   // before the words of warps are overwritten
     // A product with a smaller rate may be no normal number, which is too rough.
-    if (own.word && !(own.certain() && row.rate > 1e-30f)) own.key = exact_winner(row, slice, list, count, kept);
-    return own;
+    if (own.word && !(own.certain() && row.rate > 1e-30f)) own.key = exact_winner(row, slice, rivals, number, kept);
+    return {sums[0], sums[1], own};
 }
 
 // The outcome of a row of which a sorted list has all tokens that top_k keeps; narrows what is kept.
@@ -128,6 +124,6 @@ __device__ inline Outcome choose(const Row& row, Slice& slice, const uint64* lis
     if (row.k && row.k <= count) kept.key = row.with_ties(list[row.k - 1]);
     if (row.top_p < 1) kept.key = max(kept.key, row.with_ties(key_at_mass(row, slice, list, count, kept, 0, 0)));
     kept.least = row.least;
-    const Sum sum = sum_kept(row, slice, list, count, kept);
-    return {sum.mass, 0, sum.number, winner_of(row, slice, list, count, kept).key};
+    const Chosen chosen = sum_and_win(row, slice, list, count, list, count, kept);
+    return {chosen.mass, 0, chosen.number, chosen.winner.key};
 }

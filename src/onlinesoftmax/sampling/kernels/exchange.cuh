@@ -2,19 +2,36 @@
 //
 // Most loops are not unrolled: a row takes microseconds, and each line of instructions has to come from memory first.
 
-// Where threads and blocks leave words for each other.  With two buffers in turn, a block overwrites one only after a
-// barrier of the cluster that every block reaches after it has read it.
+// Where threads and blocks leave words for each other.  With two buffers in turn, a block overwrites one only after it has
+// the next words of every block, which a block sends after it has read those before.
 constexpr int WORDS = 8, WARPS = THREADS / 32, BINS = 128;   // BINS of search.cuh
 struct Exchange {
     uint64 of_warps[WARPS][WORDS];
-    uint64 blocks[2][CLUSTER][WORDS];
+    uint64 blocks[3][CLUSTER][WORDS];   // the third one is that of share_stores
     uint64 bins[THREADS];
     uint64 bins_of_blocks[2][CLUSTER][BINS];
     uint64 found[3];
+    uint64 arrived[2];    // barriers that count the words in `blocks`
+    uint64 gathered;      // and those of a list
+
+    // Before the cluster opens, by one thread.
+    __device__ inline void prepare() {
+        if (CLUSTER > 1) prepare_words(&arrived[0]), prepare_words(&arrived[1]), prepare_words(&gathered);
+    }
 };
 
 // Moves the line of this address to the L2 cache.
 __device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" :: "l"(at)); }
+
+// The sum of the numbers of all lanes, for each of them: one instruction adds 22 bits of all.
+__device__ inline uint64 sum_of_lanes(uint64 own) {
+    constexpr int BITS = 22;
+    uint64 sum = 0;
+#pragma unroll
+    for (int at = 0; at < 64; at += BITS)
+        sum += uint64(__reduce_add_sync(~0u, unsigned(own >> at) & ((1u << BITS) - 1))) << at;
+    return sum;
+}
 
 // A slice of a row, and this thread's view of it.
 struct Slice {
@@ -22,7 +39,8 @@ struct Slice {
     Exchange* exchange;
     int64 begin;      // its number in the row
     int count, rank;  // the tokens of the slice; the block's number in the cluster
-    int buffer;       // the buffer that is stored in next
+    int turn;         // words that were shared so far; the next ones go to the buffer turn % 2
+    int bins_turn;    // the buffer for bins that is stored in next
     Chunk<X, VECTOR>* held;   // its copy in shared memory (tiles.cuh)
 
     // Adjacent tokens from number i of the slice on, without a branch, so that nothing waits for them before their use.
@@ -73,31 +91,78 @@ struct Slice {
         merge_lanes(WARPS);
         __syncthreads();   // before the words of warps are overwritten
     }
+    // The sums of the words of all threads of the block, for its first warp.
+    template <int N> __device__ inline void add_threads(uint64 (&words)[N]) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            words[i] = sum_of_lanes(words[i]);
+            if (lane == 0) exchange->of_warps[warp][i] = words[i];
+        }
+        __syncthreads();
+        if (warp == 0)
+#pragma unroll
+            for (int i = 0; i < N; ++i) words[i] = sum_of_lanes(lane < WARPS ? exchange->of_warps[lane][i] : 0);
+        __syncthreads();   // before the words of warps are overwritten
+    }
 
-    // Gives `words` of each block, which all its threads have, to all threads: fold(words, block) for each block.
-    template <int N, class Fold> __device__ inline void share(const uint64 (&words)[N], Fold fold) {
+    // Gives `words` of each block, which its first warp has, to all threads: returns them by block.  All threads of the block
+    // have to meet between two calls.  Other stores of a block are not visible to the others.
+    using Words = const uint64 (*)[WORDS];
+    template <int N> __device__ inline Words share(const uint64 (&words)[N]) {
+        const int buffer = turn & 1;
+        uint64* const arrived = &exchange->arrived[buffer];
+        if (CLUSTER > 1) {
+            if (threadIdx.x == 0) expect_words(arrived, N * CLUSTER);
+            if (threadIdx.x < CLUSTER)
+#pragma unroll
+                for (int i = 0; i < N; ++i) send_word(&exchange->blocks[buffer][rank][i], words[i], arrived, threadIdx.x);
+            wait_for_words(arrived, turn >> 1 & 1);
+        } else {
+            if (threadIdx.x == 0)
+#pragma unroll
+                for (int i = 0; i < N; ++i) exchange->blocks[buffer][0][i] = words[i];
+            __syncthreads();
+        }
+        ++turn;
+        return exchange->blocks[buffer];
+    }
+
+    // As share, but every block sees all earlier stores of the others too; not to be called twice.
+    template <int N> __device__ inline Words share_stores(const uint64 (&words)[N]) {
         if (threadIdx.x < CLUSTER)
 #pragma unroll
-            for (int i = 0; i < N; ++i) put_word(&exchange->blocks[buffer][rank][i], words[i], threadIdx.x);
+            for (int i = 0; i < N; ++i) put_word(&exchange->blocks[2][rank][i], words[i], threadIdx.x);
         wait_for_cluster();
-#pragma unroll 1
-        for (int block = 0; block < CLUSTER; ++block) fold(&exchange->blocks[buffer][block][0], block);
-        buffer ^= 1;
+        return exchange->blocks[2];
+    }
+
+    // Gives the words of block 0, which does not wait, to the other blocks.
+    template <int N> __device__ inline void tell(uint64 (&words)[N]) {
+        if (CLUSTER == 1) return;
+        const int buffer = turn & 1;
+        uint64* const arrived = &exchange->arrived[buffer];
+        if (threadIdx.x == 0) expect_words(arrived, rank ? N : 0);
+        if (rank == 0 && threadIdx.x && threadIdx.x < CLUSTER)
+#pragma unroll
+            for (int i = 0; i < N; ++i) send_word(&exchange->blocks[buffer][0][i], words[i], arrived, threadIdx.x);
+        if (rank) {
+            wait_for_words(arrived, turn >> 1 & 1);
+#pragma unroll
+            for (int i = 0; i < N; ++i) words[i] = exchange->blocks[buffer][0][i];
+        }
+        ++turn;
     }
 
     // The merge of the words of all threads of the cluster.
     template <int N, class Merge> __device__ inline void reduce(uint64 (&words)[N], Merge merge) {
         merge_threads(words, merge);
         if (CLUSTER == 1) return;
-        uint64 total[N];
-        share(words, [&](const uint64* of_block, int block) {
-            if (block) merge(total, of_block);
-            else
+        const Words shared = share(words);
 #pragma unroll
-                for (int i = 0; i < N; ++i) total[i] = of_block[i];
-        });
-#pragma unroll
-        for (int i = 0; i < N; ++i) words[i] = total[i];
+        for (int i = 0; i < N; ++i) words[i] = shared[0][i];
+#pragma unroll 1
+        for (int block = 1; block < CLUSTER; ++block) merge(words, shared[block]);
     }
 
     // The sum of the numbers of the threads before this one; `total` is that of all threads of the block.

@@ -6,10 +6,11 @@ __device__ inline void raise(unsigned* to, unsigned own) {
     if (threadIdx.x % 32 == 0) atomicMax(to, own);
 }
 
-// Appends a key to a list if there is room; the count goes on, so that a list that is too long shows.
-__device__ inline void append(uint64* list, int room, unsigned* count, uint64 key) {
+// Appends a key to a list if there is room; the count goes on, so that a list that is too long shows.  Returns its place.
+__device__ inline unsigned append(uint64* list, unsigned room, unsigned* count, uint64 key) {
     const unsigned at = atomicAdd(count, 1u);
     if (at < room) list[at] = key;
+    return at;
 }
 
 // A number, of `bits` leading bits, that the numbers of at least n threads reach, and hardly more if possible.
@@ -27,16 +28,15 @@ __device__ inline unsigned bits_reached(unsigned own, int n, int bits) {
 // Sorts a list from its largest key on; it is filled up to a power of two, for which there must be room.
 __device__ __noinline__ void sort(uint64* list, int count) {
     const int thread = threadIdx.x;
-    int size = 32;
-    while (size < count) size *= 2;
+    const int bits = max(32 - __clz(max(count - 1, 0)), 5), size = 1 << bits;
     if (size <= THREADS / 2) {
         // Adjacent threads count the keys above one key, and wait for some of them at the same time.
         constexpr int AT_ONCE = 8;
-        const int parts = min(THREADS / size, 32), i = thread / parts;
+        const int bits_of_parts = min(31 - __clz(THREADS) - bits, 5), parts = 1 << bits_of_parts, i = thread >> bits_of_parts;
         const uint64 own = i < count ? list[i] : 0;
         int rank = 0;
 #pragma unroll 1
-        for (int j = thread % parts; j < count; j += AT_ONCE * parts) {
+        for (int j = thread & (parts - 1); j < count; j += AT_ONCE * parts) {
             uint64 keys[AT_ONCE];
 #pragma unroll
             for (int k = 0; k < AT_ONCE; ++k) keys[k] = list[min(j + k * parts, size - 1)];
@@ -46,7 +46,7 @@ __device__ __noinline__ void sort(uint64* list, int count) {
 #pragma unroll 1
         for (int step = 1; step < parts; step *= 2) rank += across(rank, step);
         __syncthreads();
-        if (i < count && thread % parts == 0) list[rank] = own;
+        if (i < count && (thread & (parts - 1)) == 0) list[rank] = own;
         __syncthreads();
         return;
     }
@@ -71,5 +71,14 @@ __device__ __noinline__ void sort(uint64* list, int count) {
 __device__ inline void gather(const Slice& slice, uint64* list, int count, uint64 offset) {
     if (slice.rank == 0) return;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < count; i += THREADS) put_word(&list[offset + i], list[i], 0);
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        send_word(&list[offset + i], list[i], &slice.exchange->gathered, 0);
+}
+// Waits in block 0 until `count` keys have come from the others, of one list or of several; `times` it has waited before.
+__device__ inline void wait_for_keys(const Slice& slice, int count, int times) {
+    if (CLUSTER > 1 && slice.rank == 0) {
+        if (threadIdx.x == 0) expect_words(&slice.exchange->gathered, count);
+        wait_for_words(&slice.exchange->gathered, times & 1);
+    }
+    __syncthreads();
 }

@@ -37,15 +37,20 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     row.greedy = temperature == 0;
     row.k = k > 0 && k < p.cols ? k : 0, row.top_p = row.greedy ? 1 : top_p;
     row.divisor = row.greedy || !row.valid ? 1 : double(temperature);
-    row.rate = fmin(float(LOG2_E / row.divisor), LARGEST_FLOAT32);
     row.by_mass = !row.greedy && !row.k;
-    // Behind this distance, 2^32 tokens have less than 1 - top_p of the mass together.
-    row.span = row.by_mass ? float(row.divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - row.top_p), 1e-9f))) : 0;
     const int64 wanted = max(p.top, row.greedy ? int64(1) : row.k);
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// Reads the least score, minus the largest, that min_p keeps of a row: another warp computes this logarithm meanwhile.
+// What takes long is computed by other warps meanwhile: the numbers that depend on a division.
+__device__ inline void prepare_rate(const Sampling& p, int64 at, Row& row) {
+    const float temperature = p.temperature[at];
+    const double divisor = temperature > 0 && temperature < INF ? temperature : 1, top_p = p.top_p ? p.top_p[at] : 1;
+    row.rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
+    // Behind this distance, 2^32 tokens have less than 1 - top_p of the mass together.
+    row.span = float(divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - top_p), 1e-9f)));
+}
+// And the least score, minus the largest, that min_p keeps of a row.
 __device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
     const double divisor = p.temperature[at], min_p = p.min_p ? p.min_p[at] : 0;
     row.least = divisor == 0 || !p.min_p ? -INF : divisor * natural_log(fmin(fmax(min_p, 0.0), 1.0));
@@ -60,7 +65,7 @@ template <bool COUNTS>
 __device__ __noinline__ Reading read_slice(
     const Row& row, Slice slice, Spread spread, Rivals rivals, uint64* list, Board* board, float peak
 ) {
-    const int thread = threadIdx.x, wanted = row.wanted;
+    const int wanted = row.wanted;
     Reading reading{peak, false, true};
     Tiles tiles;
     tiles.begin(slice);
@@ -76,34 +81,38 @@ __device__ __noinline__ Reading read_slice(
             own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps[~__popc(turn - 1) & 1]));
         }
         const float threshold = fmax(board->threshold, own_threshold);
-        unsigned hits = 0, above = 0, won = 0;
+        const float largest = tiles.largest();
+        reading.peak = fmax(reading.peak, largest);
+        unsigned won = 0, hits = 0;
+        if (COUNTS) {
 #pragma unroll
-        for (int i = 0; i < OWN_TOKENS; ++i) {
-            const float x = tiles.score(i);
-            hits |= unsigned(!(x < threshold)) << i;   // a NaN too
-            reading.peak = fmax(reading.peak, x);
-            if (COUNTS) {
-                const float at = spread.position(x);
-                above |= unsigned(at < 1) << i;
-                spread.add(at);
-            }
+            for (int i = 0; i < OWN_TOKENS; ++i) spread.add(tiles.score(i));
+            won = rivals.among(tiles, unsigned(slice.begin + tile), row.seed, row.offset);
         }
-        if (COUNTS) won = rivals.among(tiles, unsigned(slice.begin + tile), row.seed, row.offset);
-        if (hits | above | won) {
-            unsigned at = hits ? atomicAdd(&board->count, unsigned(__popc(hits))) : 0;
+        // Most threads have no token that reaches it, not even their largest; NaN does.
+        const float least = COUNTS ? fmin(threshold, spread.edge) : threshold;
+        if (!(largest < least))
+#pragma unroll
+            for (int i = 0; i < OWN_TOKENS; ++i) hits |= unsigned(!(tiles.score(i) < least)) << i;
+        unsigned at = 0;
+        if (!COUNTS && hits) {
+            at = atomicAdd(&board->count, unsigned(__popc(hits)));
             crowded |= at + __popc(hits) > FEW;
+        }
 #pragma unroll 1
-            for (unsigned left = hits | above | won; left; left &= left - 1) {
-                const int i = __ffs(left) - 1, token = tile + Tiles::token(i);
-                if (token >= slice.count) continue;
-                const float x = wide(slice.x[token]);   // the registers cannot be indexed
-                const uint64 key = key_of(x, unsigned(slice.begin + token));
-                reading.bad |= x != x;
-                if (hits >> i & 1 && at < CAPACITY) list[at] = key;
-                at += hits >> i & 1;
-                if (COUNTS && above >> i & 1) append(spread.above, MOST_ABOVE, &board->counts[0], key);
-                if (COUNTS && won >> i & 1 && x > -INF) append(rivals.list, MOST_RIVALS, &board->counts[1], key);
+        for (unsigned left = hits | won; left; left &= left - 1) {
+            const int i = __ffs(left) - 1;
+            const float x = tiles.pick(i);   // above -inf, so it is in the slice
+            const uint64 key = key_of(x, unsigned(slice.begin) + tile + Tiles::token(i));
+            reading.bad |= x != x;
+            if (!COUNTS) {
+                if (at < CAPACITY) list[at] = key;
+                ++at;
+                continue;
             }
+            if (!(x < threshold)) crowded |= append(list, CAPACITY, &board->count, key) >= FEW;
+            if (spread.bin(x) == Spread::FIRST) append(spread.above, MOST_ABOVE, &board->counts[0], key);
+            if (won >> i & 1 && x > -INF) append(rivals.list, MOST_RIVALS, &board->counts[1], key);
         }
         // There is room for two tiles.
         if (wanted && tile / TILE % 2 && __syncthreads_or(crowded)) {
@@ -132,12 +141,14 @@ __device__ inline void first_pass(
     const int early = TILE + thread * LINE;
     if (!HELD && early < min(AHEAD * TILE, slice.count)) prefetch(slice.x + early);
     if (thread == 0) {
+        slice.exchange->prepare();
         board->count = 0, board->peak = 0, board->trough = 0;
         board->counts[0] = board->counts[1] = 0;
         prepare(p, blockIdx.x / CLUSTER, row);
         board->threshold = row.wanted ? -LARGEST_FLOAT32 : INF;
     }
     if (thread == 32) prepare_least(p, blockIdx.x / CLUSTER, row);
+    if (thread == 64) prepare_rate(p, blockIdx.x / CLUSTER, row);
 #pragma unroll 1
     for (int i = thread; i < SPREAD; i += THREADS) spread.counts[i] = 0;
     open_cluster(slice.exchange);
@@ -152,12 +163,12 @@ __device__ inline void first_pass(
 #pragma unroll 1
     for (int tile = 0; tile < (whole ? slice.count : 1); tile += TILE) {
         tiles.take(slice, tile);
-#pragma unroll
-        for (int i = 0; i < OWN_TOKENS; ++i) {
-            const float x = tiles.score(i);
-            peak = fmax(peak, x), trough = fmin(trough, x > -INF ? x : INF), bad |= x != x;
-        }
+        peak = largest_or_nan(peak, tiles.largest());
     }
+    if (counts)
+#pragma unroll
+        for (int i = 0; i < OWN_TOKENS; ++i) trough = fmin(trough, tiles.score(i) > -INF ? tiles.score(i) : INF);
+    if (peak != peak) peak = -INF, bad = true;
     raise(&board->peak, word_of(peak));
     if (counts) raise(&board->trough, ~word_of(trough));
     const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, board->of_warps[0]) : 0;
@@ -171,18 +182,18 @@ __device__ inline void first_pass(
     }
     uint64 sample[] = {uint64(~enough) << 32 | board->peak, uint64(board->trough) << 32 | __float_as_uint(masses)};
     if (CLUSTER > 1) {
-        unsigned least = 0, trough = 0;
-        float sum = 0, largest = -INF;
-        slice.share(sample, [&](const uint64* words, int) {
-            least = max(least, unsigned(words[0] >> 32)), trough = max(trough, unsigned(words[1] >> 32));
-            const float its = score_of_word(unsigned(words[0])), most = fmax(largest, its);
-            if (its > -INF && counts)   // a block without such a token has no sum
-                sum = sum * power_of_two((largest - most) * row.rate)
-                    + __uint_as_float(unsigned(words[1])) * power_of_two((its - most) * row.rate);
-            largest = most;
-        });
-        sample[0] = uint64(least) << 32, sample[1] = uint64(trough) << 32;
-        of_block = largest, masses = sum;
+        // A lane has the words of a block.
+        const uint64* const words = slice.share(sample)[thread % CLUSTER];
+        const unsigned word = __reduce_max_sync(~0u, unsigned(words[0]));
+        sample[0] = uint64(__reduce_max_sync(~0u, unsigned(words[0] >> 32))) << 32;
+        of_block = score_of_word(word);
+        if (counts) {
+            sample[1] = uint64(__reduce_max_sync(~0u, unsigned(words[1] >> 32))) << 32;
+            const float its = score_of_word(unsigned(words[0]));   // a block without such a token has no sum
+            masses = its > -INF && thread % 32 < CLUSTER
+                ? __uint_as_float(unsigned(words[1])) * power_of_two((its - of_block) * row.rate) : 0;
+            masses = add_lanes(masses);
+        }
     }
     if (counts) {
         spread.set(of_block, score_of_word(~unsigned(sample[1] >> 32)), row.span);
@@ -208,14 +219,15 @@ __device__ inline void first_pass(
     const uint64 words[] = {
         board->peak, uint64(bad) | uint64(full) << 1, board->count, board->counts[0], board->counts[1]
     };
-    uint64 largest = 0, flags = 0, count = 0, offset = 0, its_rivals = 0, rivals_offset = 0;
-    slice.share(words, [&](const uint64* of_block, int block) {
-        largest = max(largest, of_block[0]), flags |= of_block[1];
-        if (block == slice.rank) offset = count, rivals_offset = its_rivals;
-        count += of_block[2], its_rivals += of_block[4];
-    });
+    // A lane has the words of a block.  Where scores are counted, every block looks at the counts of all.
+    const int lane = thread % 32;
+    const uint64* const its = (counts ? slice.share_stores(words) : slice.share(words))[lane % CLUSTER];
+    const auto add = [&](int i, int blocks) { return __reduce_add_sync(~0u, lane < blocks ? unsigned(its[i]) : 0); };
+    const unsigned largest = __reduce_max_sync(~0u, unsigned(its[0])), flags = __reduce_or_sync(~0u, unsigned(its[1]));
+    const unsigned count = add(2, CLUSTER), offset = add(2, slice.rank);
+    const unsigned its_rivals = add(4, CLUSTER), rivals_offset = add(4, slice.rank);
     if (thread == 0) {
-        row.m = score_of_word(unsigned(largest));
+        row.m = score_of_word(largest);
         row.valid = row.valid && !(flags & 1) && row.m > -INF;
         seen = {row.fits && flags < 2, count, offset, its_rivals, rivals_offset, of_block};
     }
@@ -254,29 +266,33 @@ __device__ __noinline__ void choose_from_lists(
 ) {
     gather(slice, list, board->count, seen.offset);
     const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
-    wait_for_cluster();
     if (slice.rank) return;
+    wait_for_keys(slice, int(seen.count) - int(board->count), 0);
     const int count = sort_largest(list, int(seen.count), row.wanted, row.m, slice, board);
     Kept kept{0, -INF};
     const Outcome outcome = choose(row, slice, list, count, kept);
     if (threadIdx.x == 0) result = {kept, outcome}, result.outcome.raw = raw_mass;
 }
 
-// The result of a row of which all tokens may be kept, in block 0; false where search_row has to take it.
-__device__ __noinline__ bool add_masses(
+// The result of a row of which all tokens may be kept, in block 0.  Returns -1, or the next `turn` of the slice where
+// search_row has to take the row.
+__device__ __noinline__ int add_masses(
     const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, Rivals rivals, uint64* list, Board* board,
     Found& found, Result& result
 ) {
+    // The passes subtract m without the care of `below`.
+    if (row.m == INF || row.m - -LARGEST_FLOAT32 == INF || row.rate < 1e-30f) return slice.turn;
     gather(slice, list, board->count, seen.offset);
     const bool fit = seen.rivals <= MOST_RIVALS;
     if (fit) gather(slice, rivals.list, board->counts[1], seen.rivals_offset);
     const int count = fit ? int(seen.rivals) : 0;
-    if (!choose_by_mass(row, slice, spread, list, rivals, count, seen.peak, board, found, result)) return false;
+    const int coming = int(seen.count) - int(board->count) + (fit ? count - int(board->counts[1]) : 0);
+    if (!choose_by_mass(row, slice, spread, list, rivals, count, coming, seen.peak, board, found, result)) return slice.turn;
     const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
-    if (slice.rank) return true;
+    if (slice.rank) return -1;
     if (threadIdx.x == 0) result.outcome.raw = raw_mass;
     if (top) sort_largest(list, int(seen.count), top, row.m, slice, board);
-    return true;
+    return -1;
 }
 
 // The result of any row, in block 0.
@@ -327,19 +343,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
     __shared__ Seen seen;
     const int thread = threadIdx.x, rank = blockIdx.x % CLUSTER;
     const int64 at = blockIdx.x / CLUSTER, begin = min(rank * p.slice, p.cols);
-    Slice slice{p.x + at * p.stride + begin, &exchange, begin, int(min(p.slice, p.cols - begin)), rank, 0, nullptr};
+    Slice slice{p.x + at * p.stride + begin, &exchange, begin, int(min(p.slice, p.cols - begin)), rank, 0, 0, nullptr};
     uint64* const list = reinterpret_cast<uint64*>(&memory[0]);
     Rivals rivals{list + CAPACITY, 0, 0, 0};
     uint64* const above = list + CAPACITY + MOST_RIVALS;
-    Spread spread{reinterpret_cast<unsigned*>(above + MOST_ABOVE), above, 0, 0};
+    Spread spread{reinterpret_cast<unsigned*>(above + MOST_ABOVE), above, 0, 0, 0};
     slice.held = reinterpret_cast<Chunk<X, VECTOR>*>(spread.counts + SPREAD);
 
     first_pass(p, row, slice, spread, rivals, list, &board, seen);
     if (row.valid) {
         bool done = seen.fits && seen.count <= (row.by_mass ? FEW : MOST_SORTED) && seen.count >= p.top;
         if (done && !row.by_mass) choose_from_lists(row, slice, seen, p.raw, list, &board, result);
-        else if (done) done = add_masses(row, slice, seen, int(p.top), p.raw, spread, rivals, list, &board, sums, result);
-        // Words of blocks may still be read: the buffers begin again.
+        else if (done) {
+            const int turn = add_masses(row, slice, seen, int(p.top), p.raw, spread, rivals, list, &board, sums, result);
+            if (turn >= 0) slice.turn = turn, done = false;
+        }
+        // Words of blocks may still be read.
         if (!done) wait_for_cluster(), search_row(row, slice, p.top, list, &board, result);
         __syncthreads();
     }

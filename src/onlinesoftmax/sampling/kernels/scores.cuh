@@ -10,6 +10,11 @@ __device__ inline float power_of_two(float y) {
     float z; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(y)); return z;
 }
 
+// The larger number; NaN where one of both is NaN.
+__device__ inline float largest_or_nan(float x, float y) {
+    float z; asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y)); return z;
+}
+
 // The nearest whole number, of two the even one.
 __device__ inline double rounded(double y) { return y + 6755399441055744.0 - 6755399441055744.0; }
 

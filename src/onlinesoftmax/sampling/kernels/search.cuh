@@ -22,16 +22,16 @@ struct Search {
         __syncthreads();
 #pragma unroll 1
         for (int i = thread; i < BINS * CLUSTER; i += THREADS)
-            put_word(&slice.exchange->bins_of_blocks[slice.buffer][slice.rank][i % BINS], slice.exchange->bins[i % BINS], i / BINS);
+            put_word(&slice.exchange->bins_of_blocks[slice.bins_turn][slice.rank][i % BINS], slice.exchange->bins[i % BINS], i / BINS);
         wait_for_cluster();
         uint64 own = 0, total;
         if (thread < BINS)
 #pragma unroll 1
-            for (int block = 0; block < CLUSTER; ++block) own += slice.exchange->bins_of_blocks[slice.buffer][block][thread];
+            for (int block = 0; block < CLUSTER; ++block) own += slice.exchange->bins_of_blocks[slice.bins_turn][block][thread];
         const uint64 before = slice.scan(own, total);
         if (thread < BINS && before < goal && (before + own >= goal || thread == BINS - 1))
             slice.exchange->found[0] = thread, slice.exchange->found[1] = before;
-        slice.buffer ^= 1;
+        slice.bins_turn ^= 1;
         __syncthreads();
     }
 
@@ -98,8 +98,10 @@ struct Search {
         __syncthreads();
         const uint64 own[] = {board->count};
         uint64 offset = 0;
-        slice.share(own, [&](const uint64* of_block, int block) { offset += block < slice.rank ? of_block[0] : 0; });
-        gather(slice, list, board->count, offset);
+        const Slice::Words shared = slice.share(own);
+        for (int block = 0; block < slice.rank; ++block) offset += shared[block][0];
+#pragma unroll 1
+        for (int i = threadIdx.x; slice.rank && i < int(board->count); i += THREADS) put_word(&list[offset + i], list[i], 0);
         wait_for_cluster();
         if (slice.rank == 0) sort(list, int(top));
     }

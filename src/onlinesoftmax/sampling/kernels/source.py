@@ -16,7 +16,7 @@ from ..philox import ROUNDS
 
 NAME = "sample_kernel"
 
-_SHARED = ("row/warp_shuffle", "channel/cluster_words")
+_SHARED = ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
 _OWN = (
     "scores", "noise", "exchange", "tiles", "lists", "candidates", "choose", "spread", "by_mass", "search", "sample",
@@ -97,7 +97,7 @@ def _most_sorted(threads: int) -> int:
 
 def declared_bytes(cluster: int) -> int:
     """More than the bytes of shared memory that the kernel declares: words for the blocks of a cluster, and others."""
-    return 5632 + 2176 * cluster
+    return 5632 + 2240 * cluster
 
 
 def list_bytes(threads: int) -> int:

@@ -7,25 +7,29 @@
 struct Spread {
     unsigned* counts;   // SPREAD of them
     uint64* above;      // sort keys of bin 0, MOST_ABOVE of them
-    float scale, shift; // the position of a score among the bins is shift - scale * score
+    float scale, shift; // a score has the part shift - scale * score of all bins before it, and half of a bin less
+    float edge;         // a score in bin 0 reaches it
 
-    __device__ inline float position(float x) const { return fma(x, -scale, shift); }
+    // A float whose bits, less those of FIRST, are the number of the score's bin.  The sum is rounded to UNIT.  Four times the
+    // bits of FIRST are 0 in 32 bits, so that an address needs no subtraction.
+    static constexpr float FIRST = 2, UNIT = 0x1p-22f;
+    __device__ inline float bin(float x) const { return fma(__saturatef(fma(x, -scale, shift)), UNIT * (SPREAD - 1), FIRST); }
 
-    __device__ inline float score(float position) const { return (shift - position) * width(); }
-    __device__ inline float width() const { return 1 / scale; }   // of a bin
+    __device__ inline float score(float position) const { return (shift - (position - 0.5f) / (SPREAD - 1)) / scale; }
+    __device__ inline float width() const { return 1 / (scale * (SPREAD - 1)); }   // of a bin
 
     // The bins for rows whose sampled scores are from `least` to `top`, up to the distance `span`.
     __device__ inline void set(float top, float least, float span) {
         // Positions of 2^18 and less are exact enough.
         span = fmax(fmin(span, top - least), fmax(fabs(top) / 128, 1e-30f));
-        scale = (SPREAD - 2) / span, shift = top * scale + 0.5f;
+        scale = float(SPREAD - 2) / (SPREAD - 1) / span, shift = top * scale;
         // Without a score in the sample, bin 0 has all.
         if (top == -INF) scale = 1e-38f, shift = 0;
+        edge = score(1 + 1.0f / 32);
     }
 
-    __device__ inline void add(float position) const {
-        atomicAdd(&counts[int(fmax(fmin(position, float(SPREAD - 1)), 0.0f))], 1u);
-    }
+    // Counts a score, or NaN in bin 0.
+    __device__ inline void add(float x) const { atomicAdd(counts - __float_as_int(FIRST) + __float_as_int(bin(x)), 1u); }
 };
 
 // Two adjacent counts of a block, in one word.

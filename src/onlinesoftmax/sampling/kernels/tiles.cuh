@@ -3,13 +3,16 @@
 // HELD, the slice is copied to shared memory at once, and read there as often as it is wanted.  Otherwise the next tile is
 // under way to the registers, and those behind it to the L2 cache.
 
-// Chunks of a thread that are read together, and tokens of a block.
-constexpr int EACH = VECTOR < 8 ? 8 / VECTOR : 1, OWN_TOKENS = EACH * VECTOR, TILE = THREADS * OWN_TOKENS;
+// Chunks of a thread that are read together, and tokens of a block.  HELD, a slice is short: code that is half as long comes
+// faster from memory.
+constexpr int EACH = !HELD && VECTOR < 8 ? 8 / VECTOR : 1, OWN_TOKENS = EACH * VECTOR, TILE = THREADS * OWN_TOKENS;
 static_assert(ALIGNED || !HELD, "copies to shared memory have 16 bytes");
 
 // Lines that move into the L2 cache: more of them than fit the registers.
 constexpr int AHEAD = 4, LINE = 128 / sizeof(X);
 static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
+
+static_assert(OWN_TOKENS % 4 == 0, "groups of four tokens");
 
 // The tokens of this thread, tile by tile.  A thread copies what it reads, so no other one waits for it.
 struct Tiles {
@@ -49,6 +52,27 @@ struct Tiles {
         if (tile + TILE > slice.count)
 #pragma unroll
             for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + chunk(i));
+    }
+    // The score of a token whose number is known late: registers cannot be indexed, and memory is far away.
+    __device__ inline float pick(int i) const {
+        float of[OWN_TOKENS];
+#pragma unroll
+        for (int j = 0; j < OWN_TOKENS; ++j) of[j] = score(j);
+#pragma unroll
+        for (int half = OWN_TOKENS / 2; half; half /= 2)
+#pragma unroll
+            for (int j = 0; j < half; ++j) of[j] = i & half ? of[j + half] : of[j];
+        return of[0];
+    }
+    // The largest score of four adjacent tokens; NaN where one is NaN.
+    __device__ inline float largest_of_four(int i) const {
+        return largest_or_nan(largest_or_nan(score(i), score(i + 1)), largest_or_nan(score(i + 2), score(i + 3)));
+    }
+    __device__ inline float largest() const {
+        float x = largest_of_four(0);
+#pragma unroll
+        for (int i = 4; i < OWN_TOKENS; i += 4) x = largest_or_nan(x, largest_of_four(i));
+        return x;
     }
     // Token i of the thread, and its number from the beginning of the tile on.
     __device__ inline float score(int i) const { return wide(now[i / VECTOR], i % VECTOR); }

@@ -237,7 +237,9 @@ __device__ inline void set_threshold(Slice& slice, const float (&z)[TOKENS], flo
     uint64 least = enough;
     if (CLUSTER > 1) {
         const uint64 own[] = {enough};
-        slice.share(own, [&](const uint64* of_block, int) { least = min(least, of_block[0]); });
+        const Slice::Words shared = slice.share(own);
+#pragma unroll 1
+        for (int block = 0; block < CLUSTER; ++block) least = min(least, shared[block][0]);
     }
     if (threadIdx.x == 0) list->threshold = finite_score(unsigned(least));
     __syncthreads();
@@ -319,11 +321,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) topk_kernel(cons
         target.at = int(min(max(of_target - begin, int64(0)), int64(count)));
     }
     if (thread == 0) {
+        exchange.prepare();
         list.keys = reinterpret_cast<uint64*>(memory + STAGES * LOADS * THREADS);
         list.count = 0, list.missed = 0, list.peak = 0, list.least_of_ids = ~max(unsigned(p.cols), unsigned(TOKENS * THREADS));
     }
-    if (CLUSTER > 1) open_cluster(&exchange);
-    else __syncthreads();
+    open_cluster(&exchange);
 
     stream.arrive(0);
     float z[TOKENS], peak = -INF;
@@ -367,20 +369,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) topk_kernel(cons
     if (CLUSTER > 1) {
         const uint64 own[] = {words[0], words[1], uint64(word_of(m)) << 32 | unsigned(listed)};
         uint64 offset = 0, all = 0, passed = 0, largest = 0;
-        slice.share(own, [&](const uint64* of_block, int block) {
+        const Slice::Words shared = slice.share(own);
+#pragma unroll 1
+        for (int block = 0; block < CLUSTER; ++block) {
+            const uint64* const of_block = shared[block];
             if (block == rank) offset = all;
             all += unsigned(of_block[2]), passed += of_block[1], largest = max(largest, of_block[2] >> 32);
-        });
+        }
         m = score_of_word(unsigned(largest)), total = 0;
 #pragma unroll 1
         for (int block = 0; block < CLUSTER; ++block) {
-            const uint64* const of_block = &exchange.blocks[slice.buffer ^ 1][block][0];
+            const uint64* const of_block = shared[block];
             const float own = score_of_word(unsigned(of_block[2] >> 32));
             total += __longlong_as_double(of_block[0]) * ExpSum::term_of(own, m);
         }
         gather(slice, list.keys, listed, offset);
-        wait_for_cluster();
         if (rank) return;
+        wait_for_keys(slice, int(all) - listed, 0);
         listed = int(all), words[1] = passed;
     }
     write_row(p, slice, row, &list, listed, m, total, target, words[1]);

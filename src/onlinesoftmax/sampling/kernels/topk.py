@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 NAME = "topk_kernel"
 
-_SHARED = ("row/warp_shuffle", "channel/cluster_words")
+_SHARED = ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
 _OWN = ("scores", "exchange", "lists", "stream", "topk")
 

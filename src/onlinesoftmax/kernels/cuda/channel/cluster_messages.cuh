@@ -37,10 +37,10 @@ __device__ inline void expect_bytes(uint64* arrived, unsigned bytes) {
     arrive_and_expect(arrived, bytes);
 }
 // Waits until they have come.  Unlike wait_for_phase, it makes stores of other blocks of the cluster visible.
-__device__ inline void wait_for_messages(uint64* arrived) {
+__device__ inline void wait_for_messages(uint64* arrived, unsigned phase = 0) {
     asm volatile("{\n\t.reg .pred done;\n"
-                 "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], 0;\n\t"
-                 "@!done bra again;\n\t}" :: "r"(shared_address(arrived)) : "memory");
+                 "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" :: "r"(shared_address(arrived)), "r"(phase) : "memory");
 }
 
 // A block may be written to once it has begun.  Every block announces its beginning, and checks the others' only after
