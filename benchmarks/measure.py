@@ -42,6 +42,7 @@ RECORDS: dict[str, str] = {
     "sampling": "",
     "topk": "",
     "route": "",
+    "training-step": "",
     "read-only": "--peers torch,compile",
     "forward": f"--peers {KERNELS}",
     "rows1024": f"--peers {KERNELS}",

@@ -15,6 +15,7 @@ from ..lab.bench.cases import MEASURED
 from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
 from ..lab.bench.routing.peers import GATE_PEERS, OursGate
 from ..lab.bench.sampling.peers import TOKEN_PEERS, OursTokens
+from ..lab.bench.steps.peers import STEP_PEERS, OursStep
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
 from . import bench_steps, output
@@ -63,8 +64,9 @@ def bench(
         "jax and torch; with --suite distributed, without-shards, collective, dtensor, loss-parallel, all-gather and "
         "one-process; with distributed-heads, collective and one-process; with another suite of heads, "
         f"{', '.join(HEAD_PEERS)}; with sampling and topk, "
-        f"{', '.join(TOKEN_PEERS)}; with route, {', '.join(GATE_PEERS)}.  By default torch, jax, or all of those for "
-        "several processes, heads, tokens and gates.",
+        f"{', '.join(TOKEN_PEERS)}; with route, {', '.join(GATE_PEERS)}; with training-step, "
+        f"{', '.join(STEP_PEERS)}.  By default torch, jax, or all of those for several processes, heads, tokens, gates "
+        "and steps.",
     ),
     device: str | None = typer.Option(None, help="cpu, cuda or cuda:1; by default the GPU where there is one."),
     repeat: int | None = typer.Option(None, min=1, help="Milliseconds for each measurement; by default the suite's."),
@@ -89,7 +91,8 @@ def bench(
     of a large copy on this GPU.  --suite host measures the host time of calls, and --suite cold the first calls of
     fresh processes.  The suites linear-cross-entropy and linear-token-logprobs measure heads without logits, over the
     time of their three bare products; their shapes are tokens x hidden x classes.  The suites sampling and topk
-    measure the way from logits to tokens over the time of one read of the logits; their shapes are rows x tokens.
+    measure the way from logits to tokens over the time of one read of the logits; their shapes are rows x tokens.  The
+    suite training-step measures steps of a decoder; its shapes are tokens x hidden x classes.
 
     --resume needs a record of the same options, commit, sources, versions and device; the error names the field that
     differs.  The exit code is 0 where every result is right, whatever its speed and whoever refuses; 1 where a result
@@ -125,7 +128,7 @@ def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     with output.refusing():
         whole = {
             "head time": (OursHead, HEAD_PEERS), "token time": (OursTokens, TOKEN_PEERS),
-            "gate time": (OursGate, GATE_PEERS),
+            "gate time": (OursGate, GATE_PEERS), "step time": (OursStep, STEP_PEERS),
         }.get(suite.measures)  # fmt: skip
         ours, known = whole or _sides(framework)
         usual = ",".join(known) if whole else next(iter(known))
@@ -163,6 +166,8 @@ def _steps(
     from ..lab.bench.routing.run import run_gates
     from ..lab.bench.sampling.cases import TokenCase
     from ..lab.bench.sampling.run import run_tokens
+    from ..lab.bench.steps.cases import StepCase
+    from ..lab.bench.steps.run import run_steps
 
     if suite.measures == "head time":
         heads = [case for case in left if isinstance(case, HeadCase)]
@@ -173,6 +178,9 @@ def _steps(
     if suite.measures == "gate time":
         gates = [case for case in left if isinstance(case, RouteCase)]
         return run_gates(gates, everybody, where, options["repeat"])
+    if suite.measures == "step time":
+        whole = [case for case in left if isinstance(case, StepCase)]
+        return run_steps(whole, everybody, where, options["repeat"])
     if suite.measures == "first calls":
         return cold_suite.run_cold(left, everybody, where, options["quick"])
     steps = host_times.run_host if suite.measures == "host time" else run.run

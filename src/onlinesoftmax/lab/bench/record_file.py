@@ -26,6 +26,7 @@ from .peers import PEERS
 from .result import CaseResult
 from .routing.peers import GATE_PEERS
 from .sampling.peers import TOKEN_PEERS
+from .steps.peers import STEP_PEERS
 from .tables import read_cases
 
 FORMAT = 1
@@ -93,7 +94,7 @@ def sources() -> str:
 def versions() -> dict[str, str | None]:
     """Versions of Python and of every package that matters; None for a package that is not installed."""
     names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib"]
-    others = [*PEERS.values(), *HEAD_PEERS.values(), *TOKEN_PEERS.values(), *GATE_PEERS.values()]
+    others = [*PEERS.values(), *HEAD_PEERS.values(), *TOKEN_PEERS.values(), *GATE_PEERS.values(), *STEP_PEERS.values()]
     names += [peer.distribution for peer in others if peer.distribution]
     return {"python": platform.python_version(), "onlinesoftmax": __version__, **versions_of(dict.fromkeys(names))}
 

@@ -27,7 +27,7 @@ HEADS, TOKENS = ("of_products",), ("of_read",)
 
 ONLY_OF: dict[Measures, tuple[str, ...]] = {
     "device time": (), "host time": CALLS, "first calls": CALLS, "sharded time": SHARDED,
-    "head time": HEADS, "token time": TOKENS, "gate time": TOKENS,
+    "head time": HEADS, "token time": TOKENS, "gate time": TOKENS, "step time": (),
 }  # fmt: skip
 """The fields of a result that only this kind of measurement records; all kinds record the others."""
 

@@ -13,12 +13,15 @@ from .cases import FUSED, MEASURED, REDUCTIONS, Case
 from .heads.cases import HeadCase
 from .routing.cases import GATES, ROUTE, RouteCase
 from .sampling.cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
+from .steps.cases import StepCase
 
-Measures = Literal["device time", "host time", "first calls", "sharded time", "head time", "token time", "gate time"]
+Measures = Literal[
+    "device time", "host time", "first calls", "sharded time", "head time", "token time", "gate time", "step time"
+]
 """Kinds of measurements; tables.py has the table of each."""
 
 KINDS_OF_CASES: dict[Measures, type[Case]] = {
-    "head time": HeadCase, "token time": TokenCase, "gate time": RouteCase,
+    "head time": HeadCase, "token time": TokenCase, "gate time": RouteCase, "step time": StepCase,
 }  # fmt: skip
 """The class of the cases of a kind of measurement, where it is not `Case`."""
 
@@ -38,7 +41,7 @@ class Entry(NamedTuple):
     fused: tuple[str, ...] = ()
     with_gradient: bool = False
     reduction: str = ""
-    more: tuple[tuple[str, str], ...] = ()
+    more: tuple[tuple[str, Any], ...] = ()
     """Further fields of the case and their values."""
 
     def fields(self) -> dict[str, Any]:
@@ -105,6 +108,12 @@ def _tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry
         entry._replace(more=(("logits", kind), ("asked", asked)))
         for entry in _rows(*shapes, operation=operation) for asked in ASKED[operation] for kind in kinds
     )  # fmt: skip
+
+
+def _steps(layers: int, *shapes: Shape) -> tuple[Entry, ...]:
+    """Training steps of decoders of so many layers."""
+    more = (("layers", layers),)
+    return _rows(*shapes, operation="linear_cross_entropy", with_gradient=True, more=more)
 
 
 def _gates(gate: str, *shapes: Shape) -> tuple[Entry, ...]:
@@ -279,6 +288,12 @@ SUITES: dict[str, Suite] = {
         + _gates("top 4 first", (65536, 128)),
         few=tuple(entry for gate in GATES for entry in _gates(gate, (64, 40))),
         dtypes=("float32", "bfloat16"), repeat_ms=50, measures="gate time", excluded=OF_ROWS,
+    ),
+    "training-step": Suite(
+        # The classes of Llama 3 and of Qwen2.5.
+        "steps of a decoder with random weights: forward, backward and optimizer",
+        _steps(8, (8192, 2048, 128256), (8192, 2048, 151936)) + _steps(4, (8192, 4096, 128256), (8192, 4096, 151936)),
+        few=_steps(1, (64, 32, 1000)), dtypes=("bfloat16",), repeat_ms=2000, measures="step time", excluded=OF_ROWS,
     ),
     DISTRIBUTED[0]: Suite(
         "rows that are sharded over the processes of torchrun",

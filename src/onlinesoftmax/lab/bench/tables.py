@@ -279,6 +279,18 @@ TOKEN_TIME: Columns = {
 """Columns of the times of sampling and of routing."""
 
 
+STEP_TIME: Columns = {
+    "time ms": lambda _, result: _shown(result.times.median_us / 1e3 if result.times else None, ".1f"),
+    "tokens/s": lambda found, result: _shown(
+        1e6 * found.case.rows / result.times.median_us if result.times else None, ",.0f"
+    ),
+    "vs torch": HEAD_TIME["vs torch"],
+    MEMORY: _megabytes,
+    "error": HEAD_TIME["error"],
+}
+"""Columns of training steps."""
+
+
 def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
     """A line for each result whose bytes differ from the formula."""
     lines = []
@@ -316,6 +328,9 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
     ]),
     "gate time": partial(_beside, TOKEN_TIME, "way or reason", [
         "Time of a call over that of one read of the logits, our logsumexp of long rows, in the same run.",
+    ]),
+    "step time": partial(_beside, STEP_TIME, "reason", [
+        "Memory: beyond the weights and the states of the optimizer.  Error: of the loss, relative to float32.",
     ]),
 }  # fmt: skip
 """The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

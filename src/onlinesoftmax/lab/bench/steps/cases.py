@@ -1,0 +1,40 @@
+"""A case of a training step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..heads.cases import HeadCase
+
+LENGTH = 2048
+"""Tokens of a sequence; a batch has as many sequences as its tokens fill, and fewer tokens are one sequence."""
+
+
+@dataclass(frozen=True)
+class StepCase(HeadCase):
+    """A step of a decoder: forward, backward and optimizer; its shape is (tokens, hidden, classes).
+
+    Attributes:
+        layers: Number of layers.
+
+    Example:
+        >>> case = StepCase("linear_cross_entropy", (8192, 4096, 128256), 2, "bfloat16", layers=8)
+        >>> str(case), f"{case.parameters:.2e}"
+        ('8192x4096 -> 128256, 8 layers', '2.66e+09')
+    """
+
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rows > LENGTH and self.rows % LENGTH:
+            raise ValueError(f"a step needs a multiple of {LENGTH} tokens, or fewer, got {self.rows}")
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, {self.layers} layers"
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights: those of the embedding, of the layers' products, and of the head."""
+        _, hidden, classes = self.shape
+        return 2 * classes * hidden + 12 * self.layers * hidden * hidden

@@ -1,0 +1,66 @@
+"""The suite of training steps: each way finds the loss of the decoder, and a record has its speed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="the benchmark measures torch tensors")
+
+import torch
+from bench_cases import CPU, recorded, refused
+
+from onlinesoftmax.lab.bench.steps.cases import StepCase
+from onlinesoftmax.lab.bench.steps.peers import OursOnLogits, OursStep, TorchStep
+from onlinesoftmax.lab.bench.steps.run import make_batch, make_decoder, run_steps
+
+CASE = StepCase("linear_cross_entropy", (96, 32, 300), 2, "bfloat16", (), True, layers=1)
+
+
+class TwiceTheLoss(TorchStep):
+    """A way whose loss is wrong."""
+
+    name = "twice"
+
+    def prepare(self, case: Any) -> Any:
+        """Twice the loss."""
+        loss = super().prepare(case)
+        return lambda *inputs: 2 * loss(*inputs)
+
+
+def test_every_way_finds_the_loss_of_the_decoder() -> None:
+    everybody = [OursStep("cpu"), OursOnLogits("cpu"), TorchStep("cpu"), TwiceTheLoss("cpu")]
+    (found,) = run_steps([CASE], everybody, CPU, 1)
+    assert [result.status for result in found.results] == ["ok", "ok", "ok", "wrong"]
+    assert "loss: error 1.0e+00" in str(found.results[-1].reason)
+    assert all(result.times for result in found.results[:-1])
+
+
+def test_a_token_sees_no_later_one() -> None:
+    decoder, (tokens, target) = make_decoder(CASE, CPU), make_batch(CASE, CPU)
+    assert torch.equal(target[:-1], tokens.flatten()[1:])
+    with torch.no_grad():
+        before = decoder(tokens)
+        tokens[:, 50] += 1 - 2 * (tokens[:, 50] > 100)
+        changed = (decoder(tokens) != before).any(1)
+    assert changed[50]
+    assert not changed[:50].any()
+    assert sum(weight.numel() for weight in decoder.parameters()) == pytest.approx(CASE.parameters, rel=0.01)
+
+
+def test_the_suite_writes_a_record(tmp_path: Path) -> None:
+    asked = ("--suite", "training-step", "--quick", "--peers", "torch")
+    printed, table = recorded(tmp_path / "steps.json", "step time", "", *asked)
+    assert "64x32 -> 1000, 1 layers" in printed
+    assert table.header[3:6] == ("who", "time ms", "tokens/s")
+
+
+def test_wrong_arguments_of_the_suite() -> None:
+    refused(
+        "training-step",
+        (("--shape", "4x8"), "needs three sizes, tokens x hidden x classes"),
+        (("--shape", "3000x8x9"), "a multiple of 2048 tokens, or fewer, got 3000"),
+        (("--peers", "jax"), "unknown peer 'jax'; there are: ours-compile"),
+    )
