@@ -12,9 +12,9 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU, recorded, refused
 
-from onlinesoftmax.lab.bench.steps.cases import StepCase
-from onlinesoftmax.lab.bench.steps.peers import OursOnLogits, OursStep, TorchStep
-from onlinesoftmax.lab.bench.steps.run import make_batch, make_decoder, run_steps
+from onlinesoftmax.lab.bench.heads.step_cases import StepCase
+from onlinesoftmax.lab.bench.heads.step_peers import OursOnLogits, OursStep, TorchStep
+from onlinesoftmax.lab.bench.heads.steps import make_batch, make_decoder, run_steps
 
 CASE = StepCase("linear_cross_entropy", (96, 32, 300), 2, "bfloat16", (), True, layers=1)
 

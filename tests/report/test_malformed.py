@@ -15,7 +15,8 @@ from made_records import record
 pytest.importorskip("jsonschema", reason="the records are checked with jsonschema")
 
 from onlinesoftmax.lab.report.page import shown_first
-from onlinesoftmax.lab.report.records import DEEPEST, read, series
+from onlinesoftmax.lab.report.panels import series
+from onlinesoftmax.lab.report.records import DEEPEST, read
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 

@@ -13,9 +13,9 @@ import typer
 from ..core.options import SCORE_OPTIONS
 from ..lab.bench.cases import MEASURED
 from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
+from ..lab.bench.heads.step_peers import STEP_PEERS, OursStep
 from ..lab.bench.routing.peers import GATE_PEERS, OursGate
 from ..lab.bench.sampling.peers import TOKEN_PEERS, OursTokens
-from ..lab.bench.steps.peers import STEP_PEERS, OursStep
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
 from . import bench_steps, output
@@ -162,12 +162,12 @@ def _steps(
     from ..lab.bench import cold_suite, host_times, run
     from ..lab.bench.heads.cases import HeadCase
     from ..lab.bench.heads.run import run_heads
+    from ..lab.bench.heads.step_cases import StepCase
+    from ..lab.bench.heads.steps import run_steps
     from ..lab.bench.routing.cases import RouteCase
     from ..lab.bench.routing.run import run_gates
     from ..lab.bench.sampling.cases import TokenCase
     from ..lab.bench.sampling.run import run_tokens
-    from ..lab.bench.steps.cases import StepCase
-    from ..lab.bench.steps.run import run_steps
 
     if suite.measures == "head time":
         heads = [case for case in left if isinstance(case, HeadCase)]

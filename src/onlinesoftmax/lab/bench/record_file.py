@@ -22,11 +22,11 @@ from ...core.whole_files import NotRegularError, read_regular, write_whole
 from ...torch.device import from_torch
 from .cases import Case
 from .heads.peers import HEAD_PEERS
+from .heads.step_peers import STEP_PEERS
 from .peers import PEERS
 from .result import CaseResult
 from .routing.peers import GATE_PEERS
 from .sampling.peers import TOKEN_PEERS
-from .steps.peers import STEP_PEERS
 from .tables import read_cases
 
 FORMAT = 1

@@ -11,9 +11,9 @@ from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
 from .heads.cases import HeadCase
+from .heads.step_cases import StepCase
 from .routing.cases import GATES, ROUTE, RouteCase
 from .sampling.cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
-from .steps.cases import StepCase
 
 Measures = Literal[
     "device time", "host time", "first calls", "sharded time", "head time", "token time", "gate time", "step time"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..cases import Case
-from ..heads.peers import Cut, LigerHead, QuackHead
 from ..peers import Compiled, Peer
+from .peers import Cut, LigerHead, QuackHead
 
 Function = Callable[..., Any]
 

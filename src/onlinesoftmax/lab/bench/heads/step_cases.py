@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..heads.cases import HeadCase
+from .cases import HeadCase
 
 LENGTH = 2048
 """Tokens of a sequence; a batch has as many sequences as its tokens fill, and fewer tokens are one sequence."""

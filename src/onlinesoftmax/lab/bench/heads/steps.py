@@ -12,7 +12,7 @@ from ..result import CaseResult, Result
 from ..run import check_each, clock_of, each_case, with_times
 from ..suites import Measures
 from ..timing import Call, Clock
-from .cases import LENGTH, StepCase
+from .step_cases import LENGTH, StepCase
 
 KIND: Measures = "step time"
 
