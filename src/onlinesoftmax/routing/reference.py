@@ -42,13 +42,25 @@ def _softmax(x: Tensor) -> Tensor:
 
 
 @cache
-def choosing() -> selection.Functions:
-    """PyTorch's functions for the choice of experts."""
-    return selection.Functions(
+def _number(value: float) -> Tensor:
+    # An operation with a tensor of the CPU takes the host half the time of one with a float.
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+def _finite_power_of_two(n: Tensor) -> Tensor:
+    # The bits of 2^n as a float32 number, which holds them exactly.
+    return ((n + _number(127.0)) * _number(2.0**23)).int().view(torch.float32)
+
+
+@cache
+def choosing(finite: bool = False) -> selection.Functions:
+    """PyTorch's functions for the choice of experts; `finite` for tensors of a CPU whose numbers are finite."""
+    of = selection.Functions(
         namespace(torch.empty(0)), exact=lambda t: t, rounded=lambda t: t, double=Tensor.double, single=Tensor.float,
         bounded=torch.clamp, power_of_two=_power_of_two, sqrt=torch.sqrt, log1p=torch.log1p, largest=_largest,
         sorted=lambda t: t.sort(-1).values, take=_take,
     )  # fmt: skip
+    return of._replace(power_of_two=_finite_power_of_two, number=_number) if finite else of
 
 
 @cache
@@ -80,7 +92,7 @@ def _chosen(call: Call, x: Tensor, finite: bool) -> Tensor:
     """`choose`, of logits in the dtype of the arithmetic; `finite` where all logits and biases are."""
     experts = call.rule.experts
     if call.indices is None:
-        indices = selection.chosen(choosing(), x, call.bias, call.rule, x.dtype == torch.float64, finite).int()
+        indices = selection.chosen(choosing(finite), x, call.bias, call.rule, x.dtype == torch.float64, finite).int()
     else:
         indices = call.indices.masked_fill((call.indices < 0) | (call.indices >= experts), -1)
     return indices if call.mask is None else indices.masked_fill(~call.mask.unsqueeze(1), -1)

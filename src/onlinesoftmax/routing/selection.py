@@ -66,6 +66,7 @@ class Functions(NamedTuple):
         largest: largest(keys, k): places of the k largest keys, in the order of keys.
         sorted: Sorts integers by rising size.
         take: take(array, places) along the last axis.
+        number: A float32 number as an operand beside an array.
     """
 
     xp: Any
@@ -80,6 +81,7 @@ class Functions(NamedTuple):
     largest: Callable[[Array, int], Array]
     sorted: Callable[[Array], Array]
     take: Callable[[Array, Array], Array]
+    number: Callable[[float], Any] = float
 
 
 def chosen(of: Functions, x: Array, bias: Array | None, rule: Rule, wide: bool, finite: bool = False) -> Array:
@@ -153,7 +155,8 @@ def _softmax(of: Functions, x: Array, normalized: bool, wide: bool, finite: bool
 
 
 def _sigmoid(of: Functions, x: Array, wide: bool) -> Array:
-    return of.rounded(1.0 / of.rounded(1.0 + _exp(of, -x, wide)))
+    one = of.number(1.0)
+    return of.rounded(one / of.rounded(one + _exp(of, -x, wide)))
 
 
 def _sqrtsoftplus(of: Functions, x: Array, wide: bool) -> Array:
@@ -169,14 +172,14 @@ def _sqrtsoftplus(of: Functions, x: Array, wide: bool) -> Array:
 def _exp(of: Functions, x: Array, wide: bool) -> Array:
     if wide:
         return of.xp.exp(x)
-    y = of.rounded(x * LOG2_E)
+    y = of.rounded(x * of.number(LOG2_E))
     y = of.bounded(y, -LARGEST_POWER, LARGEST_POWER)
     n = y.round()
     return _polynomial(of, POWER_OF_TWO, y - n) * of.power_of_two(n)
 
 
 def _polynomial(of: Functions, coefficients: tuple[float, ...], x: Array) -> Array:
-    total: Any = coefficients[-1]
+    total: Any = of.number(coefficients[-1])
     for coefficient in coefficients[-2::-1]:
-        total = of.rounded(of.rounded(total * x) + coefficient)
+        total = of.rounded(of.rounded(total * x) + of.number(coefficient))
     return total
