@@ -84,7 +84,7 @@ def check(tab: Any) -> Any:
     assert values["launches"] == str(plan["launches"])
     assert values["programs"].startswith(f"{plan['programs']:,} ")
     assert f"{plan['block']} columns" in values["block"]
-    assert [row.split("\t") for row in tab.locator("#others tbody tr").all_inner_texts()] == [
+    assert [row.split("\t")[:2] for row in tab.locator("#others tbody tr").all_inner_texts()] == [
         [f"{other['backend']}/{other['strategy']}", other["why_not"]] for other in right["others"]
     ]
     return right
@@ -168,6 +168,22 @@ def test_a_typed_length_without_an_answer_is_named(visit: Callable[..., Any], pa
         assert f" 4096x{cols} " in tab.inner_text("#command"), "no other number than the one that was typed"
 
 
+def test_a_link_opens_the_same_choice(visit: Callable[..., Any], page_file: Path) -> None:
+    tab = visit(page_file)
+    tab.fill("#rows", "3000")
+    type_length(tab, "50257")
+    assert tab.inner_text("#snapped") == "This page has no answer for 3,000 rows: the plan is for 4,096, the nearest."
+    assert " 3000x50257 " in tab.inner_text("#command")
+    link = "#framework=torch&gpu=h200&operation=softmax&option=none&dtype=bfloat16&rows=3000&cols=50257"
+    assert tab.get_attribute("#link", "href") == link
+    tab.click("#copy")
+    tab.wait_for_function("copied.textContent")
+    tab.evaluate("location.hash = '#rows=4096&option=bias&cols=30522'")
+    tab.wait_for_function("rows.value === '4096'")
+    assert check(tab)["score_options"] == ["bias"]
+    assert tab.input_value("#alignment") == "even"
+
+
 def test_what_is_no_length_changes_nothing(visit: Callable[..., Any], page_file: Path) -> None:
     tab = visit(page_file)
     for text in ("", "0", "-8", "3.7", "1e400"):
@@ -240,10 +256,18 @@ def test_every_input_has_a_label(visit: Callable[..., Any], page_file: Path) -> 
 @pytest.mark.usefixtures("html")
 def test_without_records_the_page_has_the_picker_alone(visit: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
-    path.write_text(make_page([], Choices(["a100"], ["softmax"], [], ["float32"], [1], ["jax"])))
+    path.write_text(make_page([], Choices(["a100", "h100"], ["softmax"], [], ["float32"], [1], ["jax"])))
     tab = visit(path)
     assert "There are no records to show" in tab.inner_text("main")
     assert tab.locator("#panels, #record").count() == 0
+    check(tab)
+    # Two GPUs stand side by side.
+    assert not tab.is_visible("#beside-answer")
+    tab.select_option("#beside", "h100")
+    assert tab.inner_text("#beside-problem").endswith("float32 on h100")
+    tab.evaluate("location.hash = '#gpu=h100&beside=a100&cols=64'")
+    tab.wait_for_function("gpu.value === 'h100'")
+    assert tab.inner_text("#beside-problem") == "for softmax of 1 x 64 float32 on a100"
     check(tab)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +34,10 @@ from onlinesoftmax.lab.report.combinations import (
     kind_of,
     lengths,
 )
-from onlinesoftmax.lab.report.plans import planned
+from onlinesoftmax.lab.report.plans import planned, why_cliff
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.facts import plan_facts
+from onlinesoftmax.planner.plan import Refusal
 
 
 def families(data: Any) -> list[tuple[Combination, str, Any]]:
@@ -75,29 +77,58 @@ def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None
     assert (floor, estimate) == pytest.approx((right.plan.floor_us, right.plan.estimate_us), rel=1e-4)
     shown = [tuple(texts[place] for place in pair) for pair in facts]
     assert shown == plan_facts(right.plan, right.problem, right.device)
-    not_chosen = [(texts[name], texts[head] + texts[tail].replace("{n}", str(cols))) for name, head, tail in others]
+    not_chosen = [(texts[name], texts[head] + texts[tail].replace("{n}", str(cols))) for name, head, tail, *_ in others]
     assert not_chosen == [(f"{other.backend}/{other.strategy}", right.why_not(other)) for other in right.others]
+    for other, (*_, block, warps, registers) in zip(right.others, others, strict=True):
+        if isinstance(other, Refusal) or other.backend == "eager":
+            assert {texts[block], texts[warps], texts[registers]} == {""}
+        else:
+            assert texts[block] == f"{other.rows_per_program} x {other.block}"
+            assert int(texts[registers]) <= 65536 / (32 * int(texts[warps]) * other.resident)
 
 
 def test_every_cliff_is_one(data: Any) -> None:
     seen = 0
     for combination, _, family in families(data)[::2]:
         answers = {answer[0]: answer for answer in family["answers"]}
-        for before, first in family["cliffs"]:
+        for before, first, why in family["cliffs"]:
             seen += 1
             assert first - before <= STEP
             assert {before, first} <= answers.keys(), "the slider stops on both sides of a cliff"
             plans = [explained(combination, cols).plan for cols in (before, first)]
             assert (plans[0].backend, plans[0].strategy) != (plans[1].backend, plans[1].strategy)
+            assert f"{plans[0].backend}/{plans[0].strategy} " in data["plans"]["texts"][why]
     assert seen > 10
 
 
 def test_neighbouring_stops_without_a_cliff_between_them_have_the_same_strategy(data: Any) -> None:
     for _, _, family in families(data):
-        firsts = {first for _, first in family["cliffs"]}
+        firsts = {first for _, first, _ in family["cliffs"]}
         answers = family["answers"]
         for below, above in pairwise(answers):
             assert (below[1] != above[1]) == (above[0] in firsts)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "rows", "cols", "after"),
+    [
+        (
+            "a100",
+            4096,
+            65536,
+            r"cuda/row cannot run it: a row of 65544 columns does not fit .*: 65536 bfloat16",
+        ),
+        (
+            "h200",
+            1,
+            262144,
+            r"the 262,144 columns that .* of cuda/cluster held are exceeded, and .* would take",
+        ),
+    ],
+)
+def test_a_cliff_names_the_capacity_that_is_exceeded(gpu: str, rows: int, cols: int, after: str) -> None:
+    combination = Combination("torch", gpu, "softmax", PLAIN, "bfloat16", rows)
+    assert re.match(after, why_cliff(combination.explain(cols), combination.explain(cols + STEP)))
 
 
 @pytest.mark.parametrize("first", [9, 13, 64, 1000])

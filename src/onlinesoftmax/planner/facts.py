@@ -51,6 +51,19 @@ def plan_facts(plan: Plan, problem: Problem, device: Device) -> list[tuple[str, 
     return found
 
 
+MOST_REGISTERS = 255
+"""Registers that a thread can have."""
+
+
+def blocks_of(plan: Plan, device: Device) -> tuple[str, str, str]:
+    """Rows x columns of a block, warps of a program and most registers of a thread; empty for kernels not ours."""
+    if not plan.warps:
+        return "", "", ""
+    # The compiler gives registers in eights, and as many as let the resident programs fit.
+    registers = device.registers // (32 * plan.warps * plan.resident) // 8 * 8
+    return f"{plan.rows_per_program} x {plan.block}", str(plan.warps), str(min(MOST_REGISTERS, registers))
+
+
 def lacks_memory(problem: Problem, device: Device) -> str | None:
     """A sentence for a call whose tensors do not fit the memory of the device; None where they do, or may."""
     needed, there = problem.read_bytes + problem.write_bytes, memory_of(device)

@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ...ops import OPERATIONS
+from ...planner.strategies import FOR_JAX, TABLE
 from ..bench.peers import PEERS
 from .panels import COPY, PROSE, ends, series
 from .records import Record
@@ -50,6 +52,28 @@ LENGTH = (
     " : datum.value < 1073741824 ? format(datum.value / 1048576, '') + ' Mi' : '1 Gi'"
 )
 """Label of a row length: 65536 is 64 Ki."""
+
+NAMED = ("row", "cluster", "grid", "looped", "split", "column")
+"""Strategies in the order of their colours."""
+
+
+def strategy_colors() -> dict[str, str]:
+    """The colour of each backend/strategy: that of the strategy, and lighter in Triton; brown for eager operations."""
+    own = [row[:2] for operation in OPERATIONS.values() for row in operation.own_strategies]
+    names = dict.fromkeys([row[:2] for row in (*TABLE, *FOR_JAX)] + own)
+    order = list(dict.fromkeys([*NAMED, *(strategy for _, strategy in names)]))
+
+    def color(backend: str, strategy: str) -> str:
+        found = COLORS[-1] if backend == "eager" else COLORS[order.index(strategy) % (len(COLORS) - 1)]
+        return _lighter(found) if backend == "triton" else found
+
+    return {f"{backend}/{strategy}": color(backend, strategy) for backend, strategy in names}
+
+
+def _lighter(color: str) -> str:
+    """A colour half way to white."""
+    return "#" + "".join(f"{(int(color[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))
+
 
 MEASURES = {
     "gbps": ("GB/s", "linear", ",~f"),
@@ -168,33 +192,46 @@ def _tips(ratio: str) -> list[Any]:
 
 
 def lengths() -> dict[str, Any]:
-    """The estimated speed over the row length, the plan of every length as a band above, and the cliffs."""
+    """The estimated speed over the row length, the plan of every length as a band above, and the cliffs.
+
+    A second GPU has a band of its own, above the first, and a dashed line.
+    """
     import altair as alt
 
     whole = _by_length(domain=[1, 1 << 30], padding=8)
-    legend = alt.Legend(title=None, orient="top", offset=22)
-    plans = alt.Color("plan:N", scale=alt.Scale(range=list(COLORS)), legend=legend)
+    colors = strategy_colors()
+    legend = alt.Legend(title=None, orient="top", offset=36, values=alt.ExprRef("shown"))
+    scale = alt.Scale(domain=list(colors), range=list(colors.values()))
+    plans = alt.Color("plan:N", scale=scale, legend=legend)
     speed = alt.Y("gbps:Q", title="estimated GB/s", scale=alt.Scale(zero=True, domainMin=0),
                   axis=alt.Axis(minExtent=AXIS_WIDTH, maxExtent=AXIS_WIDTH, format="~s", tickCount=4))  # fmt: skip
-    band = alt.Chart(alt.NamedData("pieces")).mark_rect().encode(
-        x=whole, x2="end:Q", y=alt.value(-16), y2=alt.value(-4), color=plans, tooltip=["plan:N", "words:N"],
-    )  # fmt: skip
+    bands = [
+        alt.Chart(alt.NamedData(name)).mark_rect().encode(
+            x=whole, x2="end:Q", y=alt.value(top), y2=alt.value(top + 12), color=plans,
+            tooltip=["gpu:N", "plan:N", "words:N"],
+        )
+        for name, top in (("pieces", -16), ("pieces_beside", -30))
+    ]  # fmt: skip
     cliffs = alt.Chart(alt.NamedData("cliffs")).mark_rule(strokeDash=[2, 3], color=GREY).encode(
         x=whole, tooltip=[alt.Tooltip("words:N", title="cliff")],
     )  # fmt: skip
     ceiling = alt.Chart(alt.NamedData("ceiling")).mark_rule(strokeDash=[5, 4], color=GREY).encode(
         y=speed, tooltip=[alt.Tooltip("gbps:Q", title="copy, GB/s")],
     )  # fmt: skip
-    line = alt.Chart(alt.NamedData("answers")).mark_line(color=GREY, strokeWidth=1.5).encode(x=whole, y=speed)
-    dots = alt.Chart(alt.NamedData("answers")).mark_point(filled=True, size=28, opacity=1).encode(
+    line = alt.Chart(alt.NamedData("answers")).mark_line(color=GREY, strokeWidth=1.5).encode(
+        x=whole, y=speed, detail="beside:N",
+        strokeDash=alt.condition("datum.beside", alt.value([6, 3]), alt.value([1, 0])),
+    )  # fmt: skip
+    own = alt.Chart(alt.NamedData("answers")).transform_filter("!datum.beside")
+    dots = own.mark_point(filled=True, size=28, opacity=1).encode(
         x=whole, y=speed, color=plans,
         tooltip=[alt.Tooltip("cols:Q", title="row length"), "plan:N", alt.Tooltip("gbps:Q", title="estimated GB/s")],
     )  # fmt: skip
     here = alt.Chart(alt.NamedData("here"))
     rule = here.mark_rule(strokeWidth=2).encode(x=whole, color=alt.value(alt.ExprRef("ink")))
     ring = here.mark_point(size=140, strokeWidth=2).encode(x=whole, y=speed, color=alt.value(alt.ExprRef("ink")))
-    layered = alt.layer(band, ceiling, cliffs, line, dots, rule, ring).add_params(
-        alt.param(name="ink", value="#000000")
+    layered = alt.layer(*bands, ceiling, cliffs, line, dots, rule, ring).add_params(
+        alt.param(name="ink", value="#000000"), alt.param(name="shown", value=list(colors))
     )
     return _finished(layered, 170)
 

@@ -60,7 +60,7 @@ def page(
     shown = [series(record) for record in records]
     plans = planned(choices.combinations(), progress)
     plans["arguments"] = {name: _argument(name) for name in SCORE_OPTIONS}
-    data = {"records": shown, "plans": plans, "specs": charts.specifications()}
+    data = {"records": shown, "plans": plans, "specs": charts.specifications(), "colors": charts.strategy_colors()}
     templates = jinja2.Environment(
         loader=jinja2.FunctionLoader(_template), autoescape=True, trim_blocks=True, lstrip_blocks=True
     )

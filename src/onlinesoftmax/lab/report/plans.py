@@ -21,7 +21,7 @@ from ...core.cache_size import ANSWERS
 from ...core.device import known
 from ...core.workers import WorkerPool
 from ...explanation import Explanation
-from ...planner.facts import plan_facts
+from ...planner.facts import blocks_of, plan_facts
 from ...planner.measured import slug
 from ...planner.plan import Plan, Refusal
 from ..bench.record_file import sources
@@ -69,9 +69,41 @@ def answer_of(explanation: Explanation) -> Answer:
 
 
 def _other(explanation: Explanation, other: Plan | Refusal) -> tuple[str, ...]:
-    """A strategy that was not chosen, and why not: "1.13 times as long: ", and the reason, each of which repeats."""
+    """A strategy that was not chosen, and why not: "1.13 times as long: ", and the reason, each of which repeats.
+
+    Its block, warps and registers follow.
+    """
     head, colon, tail = without_length(explanation.why_not(other), explanation.problem.cols).partition(": ")
-    return f"{other.backend}/{other.strategy}", head + colon, tail
+    blocks = ("", "", "") if isinstance(other, Refusal) else blocks_of(other, explanation.device)
+    return f"{other.backend}/{other.strategy}", head + colon, tail, *blocks
+
+
+def why_cliff(before: Explanation, first: Explanation) -> str:
+    """Why the strategy of one length does not run the next: the capacity that is exceeded, or its time.
+
+    Args:
+        before: The last length before the cliff.
+        first: The first length behind it.
+    """
+    old = before.plan
+    name = f"{old.backend}/{old.strategy}"
+    other = next(each for each in first.others if (each.backend, each.strategy) == (old.backend, old.strategy))
+    if isinstance(other, Refusal):
+        return f"{name} cannot run it: {other.reason}"
+    percent = 100 * (other.estimate_us / first.plan.estimate_us - 1)
+    longer = f"would take {f'{percent:.2g}' if percent >= 0.1 else 'less than 0.1'}% longer"
+    held, needed = old.block * old.splits, other.block * other.splits
+    if old.reads == 1 and old.warps and held < first.problem.cols <= needed:
+        return (
+            f"the {held:,} columns that {_programs(old)} of {name} held are exceeded, and {_programs(other)} for "
+            f"{needed:,} columns {longer}"
+        )
+    kind = "measured" if other.measured_on and first.plan.measured_on else "estimated"
+    return f"{name} {longer}: no capacity is exceeded, the {kind} times cross"
+
+
+def _programs(plan: Plan) -> str:
+    return f"{plan.splits} programs of {plan.warps} warps" if plan.splits > 1 else f"one program of {plan.warps} warps"
 
 
 def answers_of(combination: Combination) -> dict[str, Any]:
@@ -86,7 +118,9 @@ def answers_of(combination: Combination) -> dict[str, Any]:
         listed = lengths(name)
         edges = cliffs(listed, lambda cols: answer(cols)[1])
         every = sorted({*listed, *(cols for edge in edges for cols in edge)})
-        found[name] = {"answers": [answer(cols) for cols in every], "cliffs": edges}
+        why = [why_cliff(combination.explain(before), combination.explain(first)) for before, first in edges]
+        edges_with_reasons = [[*edge, reason] for edge, reason in zip(edges, why, strict=True)]
+        found[name] = {"answers": [answer(cols) for cols in every], "cliffs": edges_with_reasons}
     return found
 
 
@@ -145,7 +179,7 @@ def _packed(family: dict[str, Any], texts: Texts) -> dict[str, Any]:
     There is a list for each field of an answer: neighbouring lengths have much in common, so these lists pack well.
     """
     rows = [texts.packed(answer) for answer in family["answers"]]
-    return {"cliffs": family["cliffs"], "columns": [list(column) for column in zip(*rows, strict=True)]}
+    return {"cliffs": texts.packed(family["cliffs"]), "columns": [list(column) for column in zip(*rows, strict=True)]}
 
 
 def own_table(gpu: str) -> Path:

@@ -51,11 +51,12 @@ async function draw(element, specification, data, signals = {}) {
 }
 
 // Replaces the data of a chart that is drawn; draws it first if it is not there yet.
-async function redraw(element, specification, data) {
+async function redraw(element, specification, data, signals) {
   const state = drawn.get(element);
-  if (!state?.result) return draw(element, specification, data);
-  state.data = data;
+  if (!state?.result) return draw(element, specification, data, signals);
+  Object.assign(state, { data, signals });
   const view = state.result.view;
+  for (const [name, value] of Object.entries(signals)) view.signal(name, value);
   for (const [name, rows] of Object.entries(data)) view.data(name, rows);
   return view.runAsync();
 }
@@ -77,6 +78,15 @@ function make(name, text = "", attributes = {}) {
   element.textContent = text;
   for (const [key, value] of Object.entries(attributes)) element.setAttribute(key, value);
   return element;
+}
+
+async function copy(text, status) {
+  try {
+    await navigator.clipboard.writeText(text);
+    status.textContent = "Copied.";
+  } catch {
+    status.textContent = `This browser copies nothing from here: ${text}`;
+  }
 }
 
 function pairs(list, items) {

@@ -3,8 +3,8 @@
 (async () => {
   try {
     const data = await unpack();
-    const picker = new Picker(data.plans, data.specs);
-    picker.choose();
+    const picker = new Picker(data.plans, data.specs, data.colors);
+    picker.follow();
     if (data.records.length) await showResults(data.records, data.specs);
     document.documentElement.dataset.ready = "true";
   } catch (error) {
