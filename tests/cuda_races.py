@@ -29,6 +29,7 @@ from cuda_targets import (
     PACKED,
     PIPELINE,
     STRATEGY_COLS,
+    STREAM,
     Ask,
     a_task,
     check,
@@ -46,8 +47,8 @@ from onlinesoftmax.routing.rules import checked_rule
 from onlinesoftmax.sampling.kernels import source as sampling
 from onlinesoftmax.sampling.kernels import topk, unfiltered
 
-ROWS = 20
-"""Rows of a call.  A block of row, packed, pipeline and stream gets several."""
+ROWS = {PIPELINE: 8, STREAM: 8}
+"""Rows of a call, elsewhere 20.  A block of row, packed, pipeline and stream gets several."""
 
 CLASSES = 16
 """Classes of the losses that are reduced."""
@@ -117,9 +118,10 @@ def run_kernel(kernel: str, name: str, folder: Path, asks: Sequence[Ask] = ASKS)
 def call(kernel: str, ask: Ask, folder: Path) -> None:
     """Run a kernel that writes its gradient over the logits."""
     cols, dtype = STRATEGY_COLS[kernel][0], "float32"
-    task = a_task(ask, ROWS, cols, dtype, cols + 1 - cols % 2)
-    request = Request(task, small_plan(kernel, ROWS, cols, dtype, peel=True, terms=True))
-    values = some_values(ask, task, np.arange(ROWS))
+    rows = ROWS.get(kernel, 20)
+    task = a_task(ask, rows, cols, dtype, cols + 1 - cols % 2)
+    request = Request(task, small_plan(kernel, rows, cols, dtype, peel=True, terms=True))
+    values = some_values(ask, task, np.arange(rows))
     check(ask, request, values, run(ask, request, values, folder, in_place=True))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -54,12 +55,12 @@ def share_context() -> None:
         mlir.make_ir_context = cache(mlir.make_ir_context)
 
 
-def check(name: str, environment: dict[str, str]) -> None:
-    """Run a file of checks in with_jax/ in a process of its own, because JAX counts its devices once."""
+def check(names: Sequence[str], environment: dict[str, str]) -> None:
+    """Run files of checks in with_jax/ in a process of their own, because JAX counts its devices once."""
     # The files of the options and of the fixtures are not needed, and would import torch.
     command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    path = Path(__file__).with_name("with_jax") / name
+    paths = [str(Path(__file__).with_name("with_jax") / name) for name in names]
     done = subprocess.run(
-        [*command, str(path)], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=600
+        [*command, *paths], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import runpy
 import sys
 import time
 from collections.abc import Callable
@@ -232,3 +233,16 @@ def the_command_line(folder: Path) -> None:
             main()
     assert bool(printed.getvalue()) == (rank == 0)
     assert (np.load(target) == np.float32(0.001)).all()
+
+
+def the_example_of_a_head(folder: Path) -> None:
+    """examples/tensor_parallel_head.py with the variables that torchrun sets; prints into a file of this process."""
+    script = str(Path(__file__).parents[2] / "examples" / "tensor_parallel_head.py")
+    sys.argv = [script, "--steps", "3", "--words", "101"]
+    with (
+        (folder / f"{os.environ['RANK']}.txt").open("w") as printed,
+        contextlib.redirect_stdout(printed),
+        pytest.raises(SystemExit) as end,
+    ):
+        runpy.run_path(script, run_name="__main__")
+    assert not end.value.code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -76,10 +77,11 @@ def long_rows(first: int, end: int) -> None:
     scale = 90
     x, columns = 2 * random(3, COLS * scale, seed=41), (first * scale, end * scale)
     narrow = x.bfloat16()
-    for filters in ({"top_k": 1500}, {"top_p": 0.95}, {"top_k": 1100, "top_p": 0.7}, {"top_k": 50, "top_p": 0.9}):
-        for ties in ("keep", "first"):
-            for rows in (x, narrow, x.double(), torch.zeros_like(x)):
-                agrees(rows, columns, seed=[7, 8, 9], ties=ties, **filters)
+    some = ({"top_k": 1500}, {"top_p": 0.95}, {"top_k": 1100, "top_p": 0.7}, {"top_k": 50, "top_p": 0.9})
+    for i, (filters, rows) in enumerate(itertools.product(some, (x, narrow, x.double(), torch.zeros_like(x)))):
+        # On a CPU, both kinds of ties meet each filter and each kind of rows.
+        for ties in ("keep", "first") if x.is_cuda else (("keep", "first")[(i + i // 4) % 2],):
+            agrees(rows, columns, seed=[7, 8, 9], ties=ties, **filters)
 
 
 def hard_rows(first: int, end: int) -> None:

@@ -195,6 +195,11 @@ def test_python_prints_the_output_shown(page: str, tmp_path: Path) -> None:
         assert printed == block.shown or not block.shown, block.code
 
 
+def test_the_example_of_a_sharded_head_has_the_curve_of_one_process(tmp_path: Path) -> None:
+    processes.as_torchrun(files.the_example_of_a_head, 2, tmp_path)
+    assert "Largest difference" in (tmp_path / "0.txt").read_text()
+
+
 def test_the_benchmark_says_how_to_start_it() -> None:
     code, out, err = benchmark.command()
     assert (code, out) == (2, "")

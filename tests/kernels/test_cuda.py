@@ -9,7 +9,7 @@ import gc
 import itertools
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +32,7 @@ from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.torch import fast_path
 from onlinesoftmax.torch import prepare as prepared
+from pairs import with_every_pair
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed")
 
@@ -100,9 +101,9 @@ def constants(request: Request) -> dict[str, Any]:
 
 
 def _cells() -> list[Any]:
-    """Every strategy meets every operation and dtype, and every strategy every operation on three GPUs.
+    """Every GPU, strategy, operation and dtype; without a GPU in the machine, every two of these meet.
 
-    On the A100 and the B200, the dtypes take turns.  The H200 has the others (`_for_h200`).
+    The H200 has all combinations, and the others the dtypes in turn.
     """
     others = [
         (gpu, strategy, operation, DTYPES[(i + j + k) % len(DTYPES)])
@@ -110,23 +111,13 @@ def _cells() -> list[Any]:
         for (j, strategy), (k, operation) in itertools.product(enumerate(PROPOSALS), enumerate(ALL))
         if (gpu, strategy) != ("a100", "cluster")
     ]
-    return [*others, *_for_h200(itertools.product(PROPOSALS, ALL, DTYPES), {cell[1:] for cell in others})]
+    return _some_without_gpu([*itertools.product(("h200",), PROPOSALS, ALL, DTYPES), *others])
 
 
-def _for_h200(product: Iterable[tuple[Any, ...]], compiled: set[tuple[Any, ...]]) -> list[Any]:
-    """Cells for the H200, most of which are compiled without a GPU too.
-
-    Only a machine with a GPU compiles cells that are compiled for another GPU, and the second one of float16 and
-    bfloat16, whose kernels differ in a conversion.
-    """
-    cells, halves = [], {cell[:-1] for cell in compiled if cell[-1].itemsize == 2}
-    for *which, dtype in product:
-        is_second = dtype.itemsize == 2 and tuple(which) in halves
-        marks = pytest.mark.gpu if is_second or (*which, dtype) in compiled else ()
-        cells.append(pytest.param("h200", *which, dtype, marks=marks))
-        if dtype.itemsize == 2:
-            halves.add(tuple(which))
-    return cells
+def _some_without_gpu(cells: list[tuple[Any, ...]]) -> list[Any]:
+    """The cells; only a machine with a GPU compiles those whose pairs all meet in others."""
+    chosen = with_every_pair(cells, lambda cell: cell)
+    return [pytest.param(*cell, marks=() if cell in chosen else pytest.mark.gpu) for cell in cells]
 
 
 def _name(value: object) -> str:
@@ -150,10 +141,14 @@ def test_every_kernel_compiles_and_what_is_on_chip_stays_there(
 
 
 def _pipelines() -> list[Any]:
-    """Operations that reduce rows and write elements; dtypes take turns on the second GPU."""
+    """Operations that reduce rows and write elements, each with every dtype on the H200.
+
+    Without a GPU in the machine, dtypes and GPUs take turns: the test above compiles every operation with every dtype.
+    """
     names = [name for name in ALL if OPERATIONS[name].reduces and not OPERATIONS[name].per_row]
-    others = [("b200", name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(names)]
-    return [*others, *_for_h200(itertools.product(names, DTYPES), {cell[1:] for cell in others})]
+    in_turn = [(("h200", "b200")[i % 2], name, DTYPES[i % len(DTYPES)]) for i, name in enumerate(names)]
+    others = [*itertools.product(("h200",), names, DTYPES), *(("b200", *cell[1:]) for cell in in_turn)]
+    return [*in_turn, *(pytest.param(*cell, marks=pytest.mark.gpu) for cell in others if cell not in in_turn)]
 
 
 @pytest.mark.parametrize(("gpu", "operation", "dtype"), _pipelines(), ids=_name)

@@ -39,7 +39,7 @@ def why_not() -> str | None:
         return "g++ is not installed"
     if shutil.which("setarch") is None:
         return "setarch is not installed"
-    done = under_thread_sanitizer(sys.executable, "-c", "import ctypes; ctypes.CDLL(None).__tsan_acquire")
+    done = under_thread_sanitizer(sys.executable, "-IS", "-c", "import ctypes; ctypes.CDLL(None).__tsan_acquire")
     return None if done.returncode == 0 else "ThreadSanitizer does not start here"
 
 

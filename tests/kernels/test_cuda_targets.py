@@ -107,7 +107,8 @@ OWNED = [
 def test_one_element_of_a_row_is_the_target(strategy: str, lengths: range, dtype: str, folder: Path) -> None:
     """Each element is reduced once and written once, and the gradient is negative in one column."""
     ask = Ask(LOSS, ("loss", "y"), ("dy",))
-    for cols in lengths:
+    # A chunk of 16 bytes has 8 elements of bfloat16, and 2 of float64.
+    for cols in lengths[:: 3 if dtype == "float64" and len(lengths) > 9 else 1]:
         targets = np.arange(cols) if cols < 200 else np.r_[0:8, cols // 3 : cols // 3 + 16, cols - 8 : cols]
         rows = len(targets)
         task = a_task(ask, rows, cols, dtype, cols + 1 - cols % 2)

@@ -1,4 +1,4 @@
-"""Checks of the head without logits on four devices; test_jax_linear.py runs this file."""
+"""Checks of the head without logits on four devices; test_jax_sharded.py runs this file."""
 
 from __future__ import annotations
 

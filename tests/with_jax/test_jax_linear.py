@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax_heads import CLASSES, IN_FLOAT32, MEMORY, TOKENS, assert_same, expected, head, ours_of, scores, with_gradients
 
-import fast_xla
 import onlinesoftmax.jax as osj
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.jax.linear import rows
@@ -279,8 +278,3 @@ def test_the_functions_for_torch_give_the_same() -> None:
     theirs = y.detach(), dict(zip("xwb", torch.autograd.grad(y, [x, w, b]), strict=True))
     ours = jax.jit(jax.value_and_grad(lambda some: ours_of({**a, **some}, weight=weight, **options)))
     assert_same(ours({name: a[name] for name in "xwb"}), theirs, rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.early
-def test_four_devices() -> None:
-    fast_xla.check("four_devices_head.py", {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))

@@ -1,4 +1,4 @@
-"""Rows of JAX arrays that are sharded over devices: the checks of four_devices.py, and what one device can show."""
+"""Rows of JAX arrays that are sharded over devices: the checks of four_devices*.py, and what one device can show."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from onlinesoftmax.jax.exchange import whole_target
 
 @pytest.mark.early
 def test_four_devices() -> None:
-    fast_xla.check("four_devices.py", {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))
+    names = "four_devices.py", "four_devices_head.py"
+    fast_xla.check(names, {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
 def test_two_gpus() -> None:
     """The exchanges of XLA between kernels on GPUs, over NCCL."""
-    fast_xla.check("two_gpus.py", {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    fast_xla.check(["two_gpus.py"], {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
 
 
 X, LABELS = jnp.ones((2, 3)), jnp.zeros(2, jnp.int32)
