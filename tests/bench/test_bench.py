@@ -249,9 +249,13 @@ def test_writing_is_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
-def test_outside_git_the_commit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_git_the_commit_is_that_of_the_archive(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(record_file.shutil, "which", lambda name: None)
+    monkeypatch.setattr(record_file, "BUILT", tmp_path / "commit.txt")
     assert record_file.git_state() == {"commit": "unknown", "dirty": None}
+    for text, dirty in (("abc\n", False), ("abc dirty\n", True)):
+        record_file.BUILT.write_text(text)
+        assert record_file.git_state() == {"commit": "abc", "dirty": dirty}
 
 
 def test_the_commit_that_is_given_is_recorded() -> None:

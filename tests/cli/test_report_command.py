@@ -26,10 +26,15 @@ def small_library(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_results_the_page_has_the_picker_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("onlinesoftmax.lab.report.records.SHIPPED", tmp_path / "shipped")
     result = run("report", *SMALL)
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("report.html: the picker alone: there are no records to show; ")
     assert "There are no records to show" in (tmp_path / "report.html").read_text()
+    # An archive of the package has records of its own.
+    (tmp_path / "shipped").mkdir()
+    (tmp_path / "shipped" / "other.json").write_text("{}")
+    assert "other.json is left out" in run("report", *SMALL).stdout
 
 
 def test_a_broken_file_is_named_and_the_others_are_shown(tmp_path: Path) -> None:

@@ -25,6 +25,11 @@ def read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
+RECORDS = ("h200-cross-entropy.json", "h200-rows1024.json", "h200-token-logprobs.json")
+ADDED = {"onlinesoftmax/commit.txt", *(f"onlinesoftmax/lab/report/shipped/{name}" for name in RECORDS)}
+"""Files that the build adds."""
+
+
 def files_of_the_package() -> set[str]:
     """Every file under src, relative to it, except those that Python compiled."""
     found = (path for path in (ROOT / "src").rglob("*") if path.is_file())
@@ -57,7 +62,8 @@ def distribution(wheel: zipfile.ZipFile) -> Distribution:
 def test_the_wheel_holds_every_file_of_the_package_and_no_other(wheel: zipfile.ZipFile) -> None:
     info = f"onlinesoftmax-{VERSION}.dist-info"
     names = set(wheel.namelist())
-    assert {name for name in names if not name.startswith(f"{info}/")} == files_of_the_package()
+    assert {name for name in names if not name.startswith(f"{info}/")} == files_of_the_package() | ADDED
+    assert re.fullmatch(r"[0-9a-f]{40}( dirty)?\n", wheel.read("onlinesoftmax/commit.txt").decode())
     assert f"{info}/licenses/LICENSE" in names
     suffixes = {PurePosixPath(name).suffix for name in names}
     assert {".cuh", ".json", ".typed"} <= suffixes, "kernels, tables of measured times, and the mark of a typed package"
@@ -67,7 +73,7 @@ def test_the_sdist_holds_what_the_tests_need(archives: Path) -> None:
     with tarfile.open(archives / f"onlinesoftmax-{VERSION}.tar.gz") as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     tests = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")}
-    assert {f"src/{name}" for name in files_of_the_package()} <= names
+    assert {f"src/{name}" for name in files_of_the_package() | ADDED} <= names
     assert tests <= names
     assert {"pyproject.toml", "README.md", "CHANGELOG.md", "CITATION.cff", "Makefile", "requirements-dev.txt"} <= names
     assert {"examples/demo.py", "benchmarks/tables.py", "benchmarks/pages/records.py", "docs/performance.md"} <= names

@@ -22,7 +22,7 @@ def report(
         None,
         metavar="[RESULTS]...",
         help="Records that `onlinesoftmax bench --out` wrote, or folders of them.  By default benchmarks/results, if "
-        "the current folder is a checkout; otherwise none.",
+        "the current folder is a checkout; otherwise the few that the package has.",
     ),
     out: Path = typer.Option(Path("report.html"), "--out", "-o", help="The HTML file to write."),
     device: list[str] | None = known_device(help="A GPU of the picker; repeatable.  By default h200, h100, a100."),
@@ -55,7 +55,7 @@ def report(
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     from ..lab.report.combinations import Choices
     from ..lab.report.page import missing
-    from ..lab.report.records import FOLDER
+    from ..lab.report.records import FOLDER, SHIPPED
 
     if absent := missing():
         output.fail(f"report needs {', '.join(absent)}: pip install 'onlinesoftmax[report]'")
@@ -64,7 +64,7 @@ def report(
     }  # fmt: skip
     with output.refusing():
         choices = Choices(**{name: value for name, value in chosen.items() if value})
-    paths = results or ([FOLDER] if FOLDER.is_dir() else [])
+    paths = results or [folder for folder in (FOLDER, SHIPPED) if folder.is_dir()][:1]
     _check_outputs(out, svg, paths)
     with interrupted_by_signals():
         _write_page(paths, choices, out, svg, as_json)

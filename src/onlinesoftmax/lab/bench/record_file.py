@@ -32,6 +32,9 @@ from .tables import read_cases
 FORMAT = 1
 """Version of the record's format; it is raised when a key changes its meaning."""
 
+BUILT = Path(__file__).parents[2] / "commit.txt"
+"""The commit that an archive of this package was built from; no checkout has this file."""
+
 OTHER_CASES = ("quick", "shape", "op", "fused", "with_gradient", "reduction", "strategy")
 """Options that make other cases than those of the suite; with one of these, the user names the file."""
 
@@ -64,7 +67,7 @@ def record(
 
 
 def git_state(commit: str | None = None) -> dict[str, Any]:
-    """The commit that is given; otherwise the commit of this checkout, and "dirty" where the sources differ from it."""
+    """The commit that is given, of this checkout, or of the archive; "dirty" where the sources differ from it."""
     if commit is not None:
         return {"commit": commit, "dirty": None}
     here = Path(__file__).resolve().parents[2]
@@ -77,7 +80,8 @@ def git_state(commit: str | None = None) -> dict[str, Any]:
 
     # A package in a virtual environment inside another project does not belong to that project's commits.
     if shutil.which("git") is None or git("ls-files", "--error-unmatch", "__init__.py") is None:
-        return {"commit": "unknown", "dirty": None}
+        words = BUILT.read_text(encoding="utf-8").split() if BUILT.is_file() else []
+        return {"commit": words[0], "dirty": "dirty" in words} if words else {"commit": "unknown", "dirty": None}
     return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--", "."))}
 
 
@@ -86,7 +90,8 @@ def sources() -> str:
     """A digest of every module, kernel and table of this package, which tells changes that are in no commit."""
     root, total = Path(__file__).parents[2], hashlib.sha256()
     for path in sorted(root.rglob("*")):
-        if path.suffix in (".py", ".cuh", ".json"):
+        # An archive has records, too, which the package only shows.
+        if path.suffix in (".py", ".cuh", ".json") and path.parent.name != "shipped":
             total.update(path.read_bytes())
     return total.hexdigest()[:16]
 

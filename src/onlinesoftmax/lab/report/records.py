@@ -22,6 +22,9 @@ from ..bench.tables import Table, read_cases, table_of
 FOLDER = Path("benchmarks/results")
 """The records that a report shows by default, relative to a checkout."""
 
+SHIPPED = Path(__file__).parent / "shipped"
+"""The records that a report shows by default elsewhere; an archive of this package has them, and no checkout."""
+
 LONGEST_MESSAGE = 160
 """Characters of a message that quotes the file; longer quotations say less."""
 
