@@ -116,6 +116,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "jax.exchange": {"jax"},
     "jax.array_types": {"jax"},
     "jax.autograd": {"jax"},
+    "jax.cuda_call": {"jax"},
     "jax.custom_op": {"jax"},
     "jax.eager": {"jax"},
     "jax.partitioning": {"jax"},

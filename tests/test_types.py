@@ -17,7 +17,7 @@ import onlinesoftmax
 from onlinesoftmax import api
 from onlinesoftmax.core import annotations
 from onlinesoftmax.kernels.registry import BACKENDS
-from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
+from onlinesoftmax.planner.strategies import FOR_JAX, FORCED_CUDA, TABLE
 
 SOURCE, TYPED = Path(onlinesoftmax.__file__).parents[1], Path(__file__).parent / "typed"
 ROOT = SOURCE.parent
@@ -68,8 +68,8 @@ def test_literal_names_are_those_of_the_tables_in_jax() -> None:
     needs()
     from onlinesoftmax.jax import functions
 
-    assert set(get_args(functions.Backend)) == {row[0] for row in FOR_JAX}
-    assert set(get_args(functions.Strategy)) == {row[1] for row in FOR_JAX}
+    assert set(get_args(functions.Backend)) == {row[0] for row in (*FORCED_CUDA, *FOR_JAX)}
+    assert set(get_args(functions.Strategy)) == {row[1] for row in (*FORCED_CUDA, *FOR_JAX)}
     check_options(functions.LogsumexpOptions, functions.logsumexp)
 
 

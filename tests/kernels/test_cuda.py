@@ -269,14 +269,14 @@ def test_an_error_names_file_and_line(ask: Ask, name: str) -> None:
 
 @pytest.mark.parametrize("dims", [1, 2, 3, 4])
 def test_params_are_packed_as_the_struct_lies(ask: Ask, check_in_compiler: Check, dims: int) -> None:
-    from onlinesoftmax.kernels.cuda import launch
+    from onlinesoftmax.kernels.cuda import arguments
 
     sizes = (3, 4, 5, 6)[:dims]
     # Every second index, so that no stride joins two dimensions.
     index = (*[slice(None, None, 2)] * dims, slice(1, 65))
     x = no_memory(*(2 * size for size in sizes), 99)[index]
     request = ask("h200", "row", "softmax", x, causal=True, mask=x[..., :1] > 0)
-    task, packed = request.task, launch._values(request)
+    task, packed = request.task, arguments.values(request)
     assert len(task.sizes) == dims
     fields = (
         *(t.pointer for t in params.TENSORS),

@@ -27,7 +27,7 @@ from cuda_targets import (
 )
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.kernels.cuda import launch, source
+from onlinesoftmax.kernels.cuda import arguments, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import plan
 from onlinesoftmax.torch.loss_kernels import MOST_BYTES_IN_ONE_LAUNCH, MOST_ROWS_IN_ONE_LAUNCH
@@ -140,7 +140,7 @@ def test_blocks_that_count(strategy: str) -> None:
     for ask in SEVERAL:
         for rows in (1, 1000, SHAPES[strategy][0]):
             request = planned(ask, rows, SHAPES[strategy][1], "bfloat16", strategy)
-            blocks, team, *_ = launch._configuration(request)[2]
+            blocks, team, *_ = arguments.configuration(request)
             owners, counters = request.plan.programs, source.counters(request)
             assert counters == 0 if ask.outputs[0] == TOTAL else 1 <= counters <= source.COUNTERS
             if strategy == "grid":

@@ -68,7 +68,7 @@ REFUSED: list[Refused] = [
     ({"softcap": 0.0}, ValueError, "softcap must be positive"),
     ({"softcap": -1.0}, ValueError, "softcap must be positive"),
     ({"softcap": "1"}, TypeError, "softcap must be a number"),
-    ({"backend": "triton"}, PlanError, "no backend='triton' with strategy=None for JAX; there are eager/row"),
+    ({"backend": "triton"}, PlanError, "no backend='triton' with strategy=None for JAX; there are cuda/cluster"),
     ({"backend": "eager", "strategy": "split"}, PlanError, "no backend='eager' with strategy='split'"),
 ]  # fmt: skip
 """Arguments that every function refuses; "input" is the first one."""

@@ -11,7 +11,7 @@ from ..core.options import PLAIN, checked_options, is_number
 from ..core.state import dim_from_end
 from ..core.task import Choice
 from ..jax import plans as jax_plans
-from ..jax.device import from_jax, is_on_cpu
+from ..jax.device import from_jax, is_on
 from ..kernels import registry
 from ..linear.plans import FUNCTIONS
 from ..ops import OPERATIONS
@@ -201,7 +201,7 @@ def explain(
         machine = known(device) if device is not None else _device_of_jax(x)
         task = task_in_jax(declaration, shape, axis, like.dtype, options, written)
         # For a named device, plan with every backend, installed here or not.
-        return explain_task(task, jax_plans.planner_for(machine, choice, like.dtype, device is not None), choice)
+        return explain_task(task, jax_plans.planner_for(machine, choice, task, like.dtype, device is not None), choice)
     machine = known(device) if device is not None else _this_device(x)
     own = options.of(declaration.options)
     task = torch_task(declaration, shape, axis, like, own, batch_invariant, written or declaration.always)
@@ -227,7 +227,7 @@ def _check_not_given(operation: str, x: Any, framework: str | None, **given: Any
 
 
 def _device_of_jax(x: Any) -> Device:
-    if registry.module_missing("jax", "jax") is not None or (array_kind(x) == "jax" and is_on_cpu(x)):
+    if registry.module_missing("jax", "jax") is not None or (array_kind(x) == "jax" and is_on("cpu", x)):
         return known("cpu")
     return from_jax()
 

@@ -28,9 +28,9 @@ from ..core.task import Choice, Task
 from ..kernels import pallas
 from ..ops import OPERATIONS
 from ..planner.plan import Plan, PlanError
-from ..planner.strategies import FOR_JAX, strategies_of
-from . import array_types, partitioning, plans, shards
-from .device import to_lower_for
+from ..planner.strategies import FOR_JAX, FORCED_CUDA, strategies_of
+from . import array_types, cuda_call, partitioning, plans, shards
+from .device import is_on, to_lower_for
 from .eager import FORMULAS
 from .signature import Names, Signature, Values
 
@@ -49,7 +49,8 @@ def check(name: str, choice: Choice) -> None:
     Raises:
         PlanError: there is no such backend, or the backend has no such strategy.
     """
-    pairs = {(row[0], row[1]) for row in strategies_of(OPERATIONS[name], FOR_JAX)[0]}
+    table = (*FORCED_CUDA, *FOR_JAX) if choice.backend else FOR_JAX
+    pairs = {(row[0], row[1]) for row in strategies_of(OPERATIONS[name], table)[0]}
     fitting = [pair for pair in pairs if choice.backend in (None, pair[0]) and choice.strategy in (None, pair[1])]
     if not fitting:
         raise PlanError(
@@ -64,14 +65,17 @@ def plan_for(call: Signature, operands: Mapping[str, Any], device: Device) -> Pl
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
     """
-    planner = plans.planner_for(device, call.choice, operands["x"].dtype.name)
-    return planner.plan(task_for(call, operands), call.choice)
+    task = task_for(call, operands)
+    return plans.planner_for(device, call.choice, task, operands["x"].dtype.name).plan(task, call.choice)
 
 
 def task_for(call: Signature, operands: Mapping[str, Any]) -> Task:
     """The task of a call on arrays, or shapes and dtypes."""
     specs = {name: plans.array_view(operands[name].shape, operands[name].dtype.name) for name in call.options.arrays}
     numbers = frozenset(call.options.given) & {"scale", "softcap"} - specs.keys() | {name for name, _ in call.numbers}
+    if call.choice.backend == "cuda":
+        numbers |= cuda_call.numbers_of(call, OPERATIONS[call.name].scores).keys()
+        specs |= cuda_call.row_operands(call, operands)
     x = operands["x"]
     return plans.task_for(call.name, call.outputs, x.shape, x.dtype.name, specs, numbers)
 
@@ -82,9 +86,11 @@ def kernel_plan(platform: str, call: Signature, operands: Mapping[str, Array]) -
         # There is no kernel for the tangents of forward mode, for an exchange, and for a gradient that spreads a part
         # of the target over the classes of other devices.
         return None
+    if call.choice.backend == "cuda" and not cuda_call.takes(call, operands):
+        return None
     if not all(isinstance(size, int) for t in operands.values() for size in t.shape):
         # jax.export: a size is a symbol, and a kernel is made for numbers.
-        if call.choice.backend == "pallas" or (
+        if call.choice.backend in ("cuda", "pallas") or (
             call.choice.backend is None and call.choice.strategy not in (None, "row")
         ):
             raise PlanError(f"{call.name}: a kernel needs sizes that are known, and the shape is {operands['x'].shape}")
@@ -92,7 +98,7 @@ def kernel_plan(platform: str, call: Signature, operands: Mapping[str, Array]) -
     plan = plan_for(call, operands, to_lower_for() if platform == "cuda" else known("cpu"))
     x = operands["x"]
     note_plan(Kind(call.name, tuple(x.shape), x.dtype.name, plan.device), repr(plan), plan.reason)
-    return plan if plan.backend == "pallas" else None
+    return None if plan.backend == "eager" else plan
 
 
 def run_eager(call: Signature, operands: Mapping[str, Array]) -> Values:
@@ -112,6 +118,8 @@ def run(platform: str, call: Signature, operands: Mapping[str, Array]) -> Values
     plan = kernel_plan(platform, call, operands)
     if plan is None:
         return run_eager(call, operands)
+    if plan.backend == "cuda":
+        return cuda_call.run(call, operands, task_for(call, operands), plan, to_lower_for())
     # A kernel that writes the gradient with the losses multiplies it by the scale.
     factor = float(call.options.scale) if call.writes_gradient else call.factor
     return pallas.run(
@@ -122,6 +130,9 @@ def run(platform: str, call: Signature, operands: Mapping[str, Array]) -> Values
 def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: Signature) -> list[Array]:
     """A primitive, as the plan for a platform says."""
     call, operands = shards.without_classes(call, dict(zip(names, arrays, strict=True)))
+    if call.choice.backend == "cuda" and is_on("gpu", operands["x"]):
+        # JAX runs operations one by one.
+        platform = "cuda"
     if kernel_plan(platform, call, operands) is None:
         return list(run_eager(call, operands).values())
 

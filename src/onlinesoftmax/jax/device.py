@@ -21,13 +21,13 @@ def from_jax() -> Device:
     return _gpu() or KNOWN["cpu"]
 
 
-def is_on_cpu(x: Any) -> bool:
-    """Return True for an array whose devices are all CPUs; a tracer has no devices."""
+def is_on(platform: str, x: Any) -> bool:
+    """Return True for an array whose devices are all of a platform, "cpu" or "gpu"; a tracer has no devices."""
     import jax
 
     if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
         return False
-    return all(device.platform == "cpu" for device in x.devices())
+    return all(device.platform == platform for device in x.devices())
 
 
 def to_lower_for() -> Device:

@@ -28,8 +28,8 @@ from .run import result
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-Backend = Literal["pallas", "eager"]
-Strategy = Literal["row", "cluster", "looped", "split"]
+Backend = Literal["cuda", "pallas", "eager"]
+Strategy = Literal["row", "cluster", "grid", "looped", "split"]
 
 __all__ = ["TokenLogprobs", "cross_entropy", "log_softmax", "logsumexp", "softmax", "token_logprobs"]
 
@@ -53,9 +53,11 @@ def softmax(
             of the input and has size 1 along `axis`.
         softcap: A positive number that bounds the scores; None for no bound.
         bias: Floating-point array that broadcasts to x's shape.
-        backend: Force "pallas" (kernels of this library; on a CPU they are interpreted, which is slow) or "eager"
-            (XLA's operations).  None plans: kernels compete with XLA on NVIDIA GPUs, and XLA runs elsewhere.
-        strategy: Force the strategy "row", "cluster", "looped" or "split" of the backend "pallas".
+        backend: Force "pallas" (kernels of this library; on a CPU they are interpreted, which is slow), "cuda" (the
+            CUDA kernels of PyTorch's tensors, which take no `where` here) or "eager" (XLA's operations).  None plans:
+            Pallas kernels compete with XLA on NVIDIA GPUs, and XLA runs elsewhere.
+        strategy: Force the strategy "row", "cluster", "looped" or "split" of the backend "pallas", or "row", "cluster",
+            "grid" or "looped" of the backend "cuda".
         axis_name: Inside `jax.shard_map`, the name of the mesh axis along which `axis` is sharded, or a tuple of
             names; None for whole rows.  x, where and bias are then the parts of one device, and the parts of all
             devices are equally large.  The devices exchange one state per row, of 8 bytes, in one collective, and the

@@ -9,10 +9,11 @@ from types import MappingProxyType
 from ..core.device import Device, known
 from ..core.task import ITEMSIZE, Choice, Flags, Task, operand_views, task_of
 from ..core.view import View, contiguous_view
+from ..kernels.cuda import xla_handler
 from ..ops import OPERATIONS
 from ..planner.measured import table_for
 from ..planner.plan import Planner
-from ..planner.strategies import FOR_JAX
+from ..planner.strategies import FOR_JAX, FORCED_CUDA, Strategies
 
 INTERPRETED_FOR = known("h200")
 """The GPU that plans are made for where Pallas kernels are interpreted."""
@@ -66,22 +67,47 @@ def task_for(
     return task_of(operation, outputs, shape, axis, tensors, Flags(numbers, wide=ITEMSIZE[dtype] > 2))
 
 
-def planner_for(device: Device, choice: Choice, dtype: str, every_backend: bool = False) -> Planner:
-    """The planner for arrays on a device.
+def strategies_for(choice: Choice) -> Strategies:
+    """The strategies that a call on JAX arrays may be planned with: CUDA kernels run only where it forces them."""
+    return FORCED_CUDA if choice.backend == "cuda" else FOR_JAX
+
+
+def planner_for(device: Device, choice: Choice, task: Task, dtype: str, every_backend: bool = False) -> Planner:
+    """The planner for a task on a device.
 
     Args:
         device: The device of the arrays.
         choice: The parts of the plan that the caller forces.
+        task: The task.
         dtype: Dtype of the input.
         every_backend: True to plan also with the kernels that cannot be used on this machine.
     """
     missing = []
+    is_cuda = choice.backend == "cuda"
+    if is_cuda and (reason := no_cuda_kernel(task) or (None if every_backend else xla_handler.unavailable())):
+        missing.append(("cuda", reason))
     if dtype not in ITEMSIZE:
-        missing.append(("pallas", f"kernels take {', '.join(ITEMSIZE)}, not {dtype}"))
+        missing += [(backend, f"kernels take {', '.join(ITEMSIZE)}, not {dtype}") for backend in ("cuda", "pallas")]
     if device.kind == "cpu" and choice.backend == "pallas":
         # The interpreter runs only where it is forced, and needs some GPU's numbers to plan with.
         device = INTERPRETED_FOR
         missing.append(("pallas/cluster", "Mosaic is not interpreted"))
     elif find_spec("absl") is None and not every_backend:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
-    return Planner(device, tuple(missing), table_for(device), FOR_JAX)
+    return Planner(device, tuple(missing), table_for(device), strategies_for(choice))
+
+
+def no_cuda_kernel(task: Task) -> str | None:
+    """The reason why JAX has no CUDA kernel for a task; None where it has one."""
+    operation = task.operation
+    if "mask" in task.tensors and task.writes_elements and not (operation.backward or operation.per_row):
+        return "in a row with NaN, the CUDA kernel writes NaN also where the mask is False, and jax.nn does not"
+    if operation.backward and operation.scores and _changes_slope(task):
+        return "the gradient of these options is computed outside of the kernel"
+    return None
+
+
+def _changes_slope(task: Task) -> bool:
+    """True where JAX multiplies a gradient in the scores by their slope, which the CUDA kernel would do too."""
+    with_bias = "bias" in task.tensors and "scale" in task.numbers
+    return "softcap" in task.numbers or "scale" in task.tensors or with_bias

@@ -38,10 +38,10 @@ def unavailable() -> str | None:
         return reason
     if not has_nvidia_gpu():
         return "no NVIDIA GPU"
-    return _why_not_compiled()
+    return why_not_compiled()
 
 
-def _why_not_compiled() -> str | None:
+def why_not_compiled() -> str | None:
     """The reason why NVRTC cannot compile, or the driver cannot load the machine code; None when both can."""
     from . import driver
     from .compile import nvrtc_version

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -105,8 +105,36 @@ def library() -> Any:
     cuda.cuDriverGetVersion.argtypes = (POINTER(c_int),)
     cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)
     cuda.cuCtxSetCurrent.argtypes = (c_void_p,)
+    cuda.cuCtxPushCurrent_v2.argtypes = (c_void_p,)
+    cuda.cuCtxPopCurrent_v2.argtypes = (POINTER(c_void_p),)
+    cuda.cuDeviceGetCount.argtypes = (POINTER(c_int),)
+    cuda.cuMemsetD8Async.argtypes = (c_uint64, c_ubyte, c_size_t, c_void_p)
+    cuda.cuKernelGetFunction.argtypes = (POINTER(c_void_p), c_void_p)
     cuda.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
     return cuda
+
+
+@cache
+def library_for_xla() -> Any:
+    """The same for launches by a thread of XLA; with one GPU, they keep Python's lock.
+
+    To release the lock and to take it again is most of the time of a launch, and takes milliseconds beside a thread
+    that runs Python.  Hazard: a launch waits while its stream's queue is full.  With several GPUs, work in the queue
+    may wait for a kernel of another GPU, whose launch needs the lock.
+    """
+    if device_count() > 1:
+        return library()
+    cuda = ctypes.PyDLL("libcuda.so.1")
+    cuda.cuMemsetD8Async.argtypes = library().cuMemsetD8Async.argtypes
+    return cuda
+
+
+@cache
+def device_count() -> int:
+    """Number of the GPUs that this process sees."""
+    number = c_int()
+    check(library().cuDeviceGetCount(byref(number)), "counting the GPUs")
+    return number.value
 
 
 def version() -> tuple[int, int]:
@@ -172,6 +200,35 @@ def load_kernel(cubin: bytes, name: str) -> int:
     check(library().cuLibraryGetKernel(byref(kernel), loaded, name.encode()), f"finding {name}")
     assert kernel.value is not None
     return kernel.value
+
+
+def load_function(cubin: bytes, name: str, device: int, dynamic: int, cluster: int) -> int:
+    """The handle of a kernel in a cubin, loaded for one device; threads that use another device can launch it too.
+
+    Args:
+        cubin, name: The machine code, and the kernel's name there.
+        device: Number of the device.
+        dynamic, cluster: Bytes of dynamic shared memory and blocks of a cluster that a launch takes.
+    """
+    kernel = load_kernel(cubin, name)
+    allow(kernel, device, dynamic, cluster)
+    context, function, before = c_void_p(), c_void_p(), c_void_p()
+    check(library().cuDevicePrimaryCtxRetain(byref(context), device), "finding the device's context")
+    check(library().cuCtxPushCurrent_v2(context), "making the device's context current")
+    try:
+        check(library().cuKernelGetFunction(byref(function), kernel), f"loading {name}")
+    finally:
+        check(library().cuCtxPopCurrent_v2(byref(before)), "making the context before current")
+    assert function.value is not None
+    return function.value
+
+
+def allow(kernel: int, device: int, dynamic: int, cluster: int) -> None:
+    """Allow launches of a kernel with these bytes of dynamic shared memory and blocks of a cluster."""
+    if dynamic:
+        set_attribute(kernel, MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic, device)
+    if cluster > PORTABLE_CLUSTER:
+        set_attribute(kernel, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, device)
 
 
 def set_attribute(kernel: int, attribute: int, value: int, device: int) -> None:

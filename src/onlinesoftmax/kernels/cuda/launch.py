@@ -12,15 +12,13 @@ from typing import Any
 import torch
 
 from ..request import Request
-from . import compile, driver, process_mailboxes
-from .messages import shard_message_words, team_mail_words
-from .params import FIELD, FIELD_OF_POINTER, LOSS_MAIL, MAIL, NUMBERS, POINTERS, REST, SHARD_MAIL, pack
-from .source import blocks, kernel_name, loss_mail_words, places_of, shared_memory, sizes_of, source
+from . import arguments, compile, driver, process_mailboxes
+from .arguments import EMPTY
+from .messages import shard_message_words
+from .params import FIELD, FIELD_OF_POINTER, NUMBERS, SHARD_MAIL
+from .source import kernel_name, source
 
 Run = Callable[[torch.Tensor, torch.Tensor, dict[str, Any]], None]
-
-EMPTY = -1
-"""Value of a word of a mailbox without a message, as in channel.cuh."""
 
 
 def bind(request: Request) -> Run:
@@ -28,14 +26,12 @@ def bind(request: Request) -> Run:
 
     y is the first of the request's outputs; `more` has every other operand and every other output by name.
     """
-    plan, values = request.plan, _values(request)
-    dynamic, cluster, config = _configuration(request)
+    plan, values, config = request.plan, arguments.values(request), arguments.configuration(request)
+    dynamic, cluster = config[3:5]
     x_field, y_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0]))
-    tensors = tuple((FIELD_OF_POINTER[name], name) for name in _filled_in(request))
+    tensors = tuple((FIELD_OF_POINTER[name], name) for name in arguments.filled_in(request))
     numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
-    words = {MAIL: team_mail_words(request), LOSS_MAIL: loss_mail_words(request)}
-    # Rounded up to a power of two, so that calls with other numbers of rows share mailboxes.
-    mail = tuple((FIELD_OF_POINTER[name], 1 << (count - 1).bit_length()) for name, count in words.items() if count)
+    mail = tuple((FIELD_OF_POINTER[name], count) for name, count in arguments.mail_words(request).items())
     part = request.task.part
     # A gradient that is given the states of whole rows exchanges nothing.
     shards = part.mail if part is not None and request.operation.reduces else None
@@ -94,29 +90,9 @@ _FIRST_SHARD, _AFTER_SHARDS = FIELD_OF_POINTER[SHARD_MAIL[0]], FIELD_OF_POINTER[
 _SET_WORDS, _NUMBER, _TIMEOUT = FIELD["set_words"], FIELD["number"], FIELD["timeout"]
 
 
-def _configuration(request: Request) -> tuple[int, int, tuple[int, int, int, int, int, bool]]:
-    """Bytes of dynamic shared memory, blocks of a cluster, and the arguments of driver.launch_config."""
-    plan, dynamic = request.plan, shared_memory(request)
-    cluster = plan.splits if plan.strategy == "cluster" else 1
-    team = plan.splits if plan.strategy == "grid" else 1
-    return dynamic, cluster, (blocks(request) // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid")
-
-
 def may_begin_early(index: int) -> bool:
     """True where a device can begin a kernel before the kernel before it on the stream has ended."""
     return torch.cuda.get_device_capability(index) >= (9, 0)
-
-
-def _filled_in(request: Request) -> list[str]:
-    """Names of the tensors that a call passes besides x and the first output."""
-    given = {"x", request.task.outputs[0]}
-    names = {*request.dtypes, *([REST] if request.rest else [])} - given
-    return [name for name in POINTERS if name in names]
-
-
-def _values(request: Request) -> bytes:
-    """Params with zeros for everything that a call fills in."""
-    return pack(sizes_of(request), request.task.sizes, places_of(request))
 
 
 @cache
@@ -124,10 +100,7 @@ def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     """The handle of a kernel, compiled or from the cache, loaded for a device."""
     major, minor = torch.cuda.get_device_capability(index)
     kernel = driver.load_kernel(compile.cubin(text, f"sm_{major}{minor}"), name)
-    if dynamic:
-        driver.set_attribute(kernel, driver.MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic, index)
-    if cluster > driver.PORTABLE_CLUSTER:
-        driver.set_attribute(kernel, driver.NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, index)
+    driver.allow(kernel, index, dynamic, cluster)
     return kernel
 
 

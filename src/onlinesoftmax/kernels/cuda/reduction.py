@@ -10,7 +10,8 @@ import torch
 
 from ..reduction import Reduction
 from . import driver
-from .launch import EMPTY, small_kernel, words_of_stream
+from .arguments import EMPTY
+from .launch import small_kernel, words_of_stream
 from .source import declarations, program, typed
 
 THREADS, BATCH = 512, 8

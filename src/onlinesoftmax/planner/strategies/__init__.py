@@ -12,7 +12,7 @@ from ...kernels.cuda.strategy.row.proposals import row
 from ..forecast import Propose
 from . import eager, pallas, triton
 
-__all__ = ["FORCED_EAGER", "FOR_JAX", "TABLE", "Propose", "Strategies", "strategies_of"]
+__all__ = ["FORCED_CUDA", "FORCED_EAGER", "FOR_JAX", "TABLE", "Propose", "Strategies", "strategies_of"]
 
 Strategies = Sequence[tuple[str, str, Propose]]
 """Rows of TABLE."""
@@ -41,6 +41,9 @@ FOR_JAX: Strategies = (
     ("eager", "row", eager.framework),
 )
 """The same for JAX arrays."""
+
+FORCED_CUDA: Strategies = tuple(row for row in TABLE if row[0] == "cuda")
+"""The same for JAX arrays of a call that forces the CUDA kernels."""
 
 
 def strategies_of(operation: Operation, table: Strategies) -> tuple[Strategies, dict[str, str]]:

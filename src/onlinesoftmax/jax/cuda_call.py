@@ -1,0 +1,111 @@
+"""The CUDA kernels on JAX arrays: the custom call of XLA that runs them.
+
+The kernels are those of PyTorch, planned from the same table.  The custom call holds the machine code, so that a
+compiled program needs neither the compiler nor the cache.  XLA calls the handler of kernels/cuda/xla_handler.py, which
+launches the kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..core.arrays import Array
+from ..core.device import Device
+from ..core.task import Task
+from ..core.view import View, row_view
+from ..kernels.cuda import arguments, compile, source, xla_handler
+from ..kernels.cuda.params import FIELD, FIELD_OF_POINTER
+from ..kernels.request import Request
+from ..ops import OPERATIONS
+from ..planner.plan import Plan
+from .signature import Signature, Values
+
+TARGET = "onlinesoftmax_cuda_kernel"
+"""Name of the custom call."""
+
+
+def run(call: Signature, operands: Mapping[str, Array], task: Task, plan: Plan, device: Device) -> Values:
+    """The results of a call by the kernel of a plan.
+
+    Args:
+        call, operands: The call.
+        task: Its task.
+        plan: Its plan, for the backend "cuda".
+        device: The GPU that the plan is made for.
+    """
+    request = Request(task, plan)
+    x, given = operands["x"], dict(operands)
+    if "lse" in task.tensors:
+        # dy * exp(x - lse) by the state of the row, which has less of a rounding error.
+        given["lse"], l, dy = given.pop("m"), given.pop("l"), given["dy"]
+        given["dy"] = jnp.where((l == 0) & (dy == 0), 0, dy / l)
+    if {"target", "dy"} <= given.keys() and "dlse" not in task.operation.row_operands:
+        # A row whose gradient is 0 counts for nothing, also if it holds NaN; nothing reads its loss.
+        given["target"] = jnp.where(given["dy"] == 0, -1, given["target"])
+    shapes = {
+        output.name: jax.ShapeDtypeStruct(x.shape if output.kind == "element" else x.shape[:-1], dtype)
+        for output in task.written
+        for dtype in (jnp.dtype(task.dtypes[output.name]),)
+    }
+    # As results, the mailboxes are memory of this call alone.  XLA has no 64-bit types by default.
+    mail = arguments.mail_words(request)
+    boxes = [jax.ShapeDtypeStruct((2 * words,), jnp.int32) for words in mail.values()]
+    register()
+    kernel = jax.ffi.ffi_call(TARGET, [*shapes.values(), *boxes])
+    names = (*given, *shapes, *mail)
+    results = kernel(*given.values(), launch=_launch(request, call, names, device).text())
+    return dict(zip(shapes, results, strict=False))
+
+
+def _launch(request: Request, call: Signature, names: tuple[str, ...], device: Device) -> xla_handler.Launch:
+    """The launch of a request, with the kernel compiled for a GPU and the tensors in the order of their names."""
+    values = bytearray(arguments.values(request))
+    for name, number in numbers_of(call, request.task.operation.scores).items():
+        struct.pack_into("=d", values, 8 * FIELD[name], number)
+    return xla_handler.Launch(
+        source.kernel_name(request), tuple(FIELD_OF_POINTER[name] for name in names),
+        tuple(8 * words for words in arguments.mail_words(request).values()),
+        arguments.configuration(request), bytes(values), compile.cubin(source.source(request), device.arch),
+    )  # fmt: skip
+
+
+def numbers_of(call: Signature, makes_scores: bool) -> dict[str, float]:
+    """The numbers of a call that its kernel reads, by name.
+
+    A gradient that makes no scores has no options, but a factor, which the kernel takes for a scale.
+    """
+    options, found = call.options, dict(call.numbers)
+    scale = options.scale if makes_scores else call.factor
+    if isinstance(scale, float) and scale != 1:
+        found["scale"] = scale
+    if options.softcap is not None:
+        found["softcap"] = options.softcap
+    return found
+
+
+def takes(call: Signature, operands: Mapping[str, Any]) -> bool:
+    """False for a gradient of losses whose rows are sharded, which has a gradient of lse that no kernel takes."""
+    operation = OPERATIONS[call.name]
+    state = ("m", "l") if "lse" in operation.row_operands else ()
+    return operands.keys() <= {"x", *operation.element_operands, *operation.row_operands, *call.options.arrays, *state}
+
+
+def row_operands(call: Signature, operands: Mapping[str, Any]) -> dict[str, View]:
+    """The operands per row of a call, which has them in dtypes of its own."""
+    shape, names = operands["x"].shape, OPERATIONS[call.name].row_operands
+    given = {"lse": operands["m"], **operands} if "lse" in names else operands
+    return {name: row_view(shape, len(shape) - 1, given[name].dtype.name) for name in names if name in given}
+
+
+@cache
+def register() -> None:
+    """Tell XLA about the handler."""
+    address = ctypes.cast(xla_handler.HANDLER.callback, ctypes.c_void_p).value
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="CUDA")

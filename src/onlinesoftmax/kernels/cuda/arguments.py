@@ -1,0 +1,40 @@
+"""The arguments of a launch that follow from its request, before there are tensors: for PyTorch and for XLA."""
+
+from __future__ import annotations
+
+from ..request import Request
+from .messages import team_mail_words
+from .params import LOSS_MAIL, MAIL, POINTERS, REST, pack
+from .source import blocks, loss_mail_words, places_of, shared_memory, sizes_of
+
+EMPTY = -1
+"""Value of a word of a mailbox without a message, as in channel.cuh."""
+
+
+def configuration(request: Request) -> tuple[int, int, int, int, int, bool]:
+    """The arguments of `driver.launch_config`."""
+    plan, dynamic = request.plan, shared_memory(request)
+    cluster = plan.splits if plan.strategy == "cluster" else 1
+    team = plan.splits if plan.strategy == "grid" else 1
+    return blocks(request) // team, team, 32 * plan.warps, dynamic, cluster, plan.strategy == "grid"
+
+
+def mail_words(request: Request) -> dict[str, int]:
+    """Number of 64-bit words, EMPTY before and after a launch, by field; a power of two.
+
+    Calls with other numbers of rows then share mailboxes.
+    """
+    words = {MAIL: team_mail_words(request), LOSS_MAIL: loss_mail_words(request)}
+    return {field: 1 << (count - 1).bit_length() for field, count in words.items() if count}
+
+
+def filled_in(request: Request) -> list[str]:
+    """Names of the tensors that a call passes besides x and the first output."""
+    given = {"x", request.task.outputs[0]}
+    names = {*request.dtypes, *([REST] if request.rest else [])} - given
+    return [name for name in POINTERS if name in names]
+
+
+def values(request: Request) -> bytes:
+    """Params with zeros for everything that a call fills in."""
+    return pack(sizes_of(request), request.task.sizes, places_of(request))

@@ -1,0 +1,342 @@
+"""The CUDA kernels in JAX: the call through XLA with kernels that are simulated on the host, and on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jaxlib", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import onlinesoftmax.jax as osj
+from cuda_machine import load_kernel
+from cuda_simulator import simulated_source
+from onlinesoftmax import PlanError, explain
+from onlinesoftmax.core.device import known
+from onlinesoftmax.jax import cuda_call, custom_op
+from onlinesoftmax.kernels.cuda import compile, source, xla_handler
+from onlinesoftmax.kernels.cuda.xla_handler import Launch
+from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.ops import OPERATIONS as DECLARED
+
+OPERATIONS = ("softmax", "log_softmax", "logsumexp")
+LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "none": ("none", {}),
+    "mean": ("mean", {"label_smoothing": 0.1, "z_loss": 1e-3}),
+    "each": ("none", {"label_smoothing": 0.1, "z_loss": 1e-3}),
+    "scaled": ("none", {"scale": 0.5}),
+    "scaled mean": ("mean", {"scale": 0.5}),
+    "masked": ("none", {"where": np.arange(9)[:, None] != 4}),
+    "capped sum": ("sum", {"softcap": 20.0}),
+    "token_logprobs": ("none", {}),
+}
+SHAPES = {"row": (9, 199), "looped": (2, 5000), "cluster": (2, 40000), "grid": (2, 40000)}
+
+
+class Host:
+    """A GPU that is simulated on the host, in the place of XLA's CPU: it runs the source of each request."""
+
+    def __init__(self) -> None:
+        self.folder = Path()
+        self.requests: dict[bytes, Request] = {}
+
+    def load(self, launch: Launch, device: int) -> xla_handler.Start:
+        """Compile the source of a launch for the host."""
+        kernel = load_kernel(simulated_source(self.requests[launch.cubin]), self.folder)
+        teams, team, _, _, cluster, together = launch.config
+
+        def start(addresses: Sequence[int], stream: int) -> None:
+            for size, address in zip(reversed(launch.mail), reversed(addresses), strict=False):
+                ctypes.memset(address, 0xFF, size)
+            values = np.frombuffer(bytearray(launch.values), np.uint64)
+            values[list(launch.fields)] = addresses
+            kernel.run(ctypes.c_void_p(values.ctypes.data), teams, team, teams * team if together else cluster)
+
+        return start
+
+    def launch(self, make: Any, request: Request, *more: Any) -> Launch:
+        """The launch of a request, with a number of it in the place of the machine code."""
+        code = hashlib.sha256(source.source(request).encode()).digest()
+        self.requests[code] = request
+        found: Launch = make(request, *more)
+        return found._replace(cubin=code)
+
+
+HOST = Host()
+HANDLER = xla_handler.Handler(HOST.load, has_stream=False)
+
+
+@pytest.fixture(scope="module")
+def registered(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Register the handler of the simulated GPU, which XLA allows once."""
+    HOST.folder = tmp_path_factory.mktemp("simulated")
+    address = ctypes.cast(HANDLER.callback, ctypes.c_void_p).value
+    jax.ffi.register_ffi_target(cuda_call.TARGET, jax.ffi.pycapsule(address), platform="cpu")
+
+
+@pytest.fixture
+def simulated(registered: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plan for an H100, and run its kernels on the host."""
+    plan, device = custom_op.kernel_plan, known("h100")
+    monkeypatch.setattr(custom_op, "kernel_plan", lambda platform, *call: plan("cuda", *call))
+    monkeypatch.setattr(custom_op, "to_lower_for", lambda: device)
+    monkeypatch.setattr(cuda_call, "_launch", partial(HOST.launch, cuda_call._launch))
+    monkeypatch.setattr(compile, "cubin", lambda text, arch: b"")
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    # Programs with kernels that only this fixture runs.
+    jax.clear_caches()
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> None:
+    """The simulated GPU, or the one of this machine."""
+    if request.param == "simulated":
+        request.getfixturevalue("simulated")
+
+
+def _named(value: Any) -> str:
+    return value if isinstance(value, str) else "-".join(value)
+
+
+def cases(names: str, simulated: Sequence[tuple[Any, ...]], on_gpu: Sequence[tuple[Any, ...]]) -> Any:
+    """The arguments of a test on the simulated GPU, where each kernel is compiled in a second, and on a GPU."""
+    found = [pytest.param("simulated", *case) for case in simulated]
+    found += [pytest.param("gpu", *case, marks=pytest.mark.gpu) for case in on_gpu]
+    return pytest.mark.parametrize(f"place, {names}", found, indirect=["place"], ids=_named)
+
+
+def with_specials(x: np.ndarray[Any, Any]) -> jax.Array:
+    """Rows as float32, of which the last are only -inf, and have an inf, a NaN and only inf."""
+    for i, change in enumerate(((slice(None), -np.inf), (3, np.inf), (5, np.nan), (slice(None), np.inf))[: len(x) - 1]):
+        x[-1 - i, change[0]] = change[1]
+    return jnp.asarray(x, jnp.float32)
+
+
+def exact(name: str, x: Any, dy: Any) -> tuple[Any, Any]:
+    """The result of an operation along the last axis, and its gradient, in float64."""
+    x, dy = (np.asarray(t, np.float64) for t in (x, dy))
+    m = x.max(axis=-1, keepdims=True)
+    e = np.exp(x - m)
+    l = e.sum(axis=-1, keepdims=True)
+    p, lse = e / l, m + np.log(l)
+    if name == "softmax":
+        return p, p * (dy - (p * dy).sum(axis=-1, keepdims=True))
+    if name == "log_softmax":
+        return x - lse, dy - p * dy.sum(axis=-1, keepdims=True)
+    return lse[..., 0], p * dy[..., None]
+
+
+@cases(
+    "strategy, dtype, names",
+    [("cluster", "bfloat16", ["logsumexp"]), ("grid", "float16", ["log_softmax"])],
+    [(strategy, dtype, OPERATIONS) for strategy in SHAPES for dtype in ("float32", "bfloat16", "float16")],
+)
+def test_values_and_gradients(place: None, strategy: str, dtype: str, names: Sequence[str]) -> None:
+    """No element is farther from the exact value than the worst element of XLA's result, and one unit."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=SHAPES[strategy]) * 4, dtype)
+    given = {
+        name: jnp.asarray(rng.normal(size=x.shape[:1] if DECLARED[name].per_row else x.shape), dtype) for name in names
+    }
+
+    @partial(jax.jit, static_argnames=("backend", "strategy"))
+    def program(x: Any, given: Any, backend: str, strategy: str | None) -> Any:
+        def both(name: str) -> Any:
+            call = partial(getattr(osj, name), axis=-1, backend=backend, strategy=strategy)
+            y, backward = jax.vjp(call, x)
+            return y, *backward(given[name])
+
+        return {name: both(name) for name in names}
+
+    ours, xla = program(x, given, "cuda", strategy), program(x, given, "eager", None)
+    for name in names:
+        right = exact(name, x, given[name])
+        for found, reference, y in zip(ours[name], xla[name], right, strict=True):
+            assert found.dtype == x.dtype
+            unit = np.abs(y) * float(jnp.finfo(dtype).eps)
+            off, most = (np.abs(np.asarray(t, np.float64) - y) for t in (found, reference))
+            assert (off <= most.max() + unit).all(), (name, off.max(), most.max())
+
+
+@cases(
+    "strategy, dtype, which",
+    [("looped", "bfloat16", ["masked", "mean", "token_logprobs"])],
+    [(strategy, ("float32", "bfloat16")[i % 2], LOSSES) for i, strategy in enumerate(SHAPES)],
+)
+def test_losses(place: None, strategy: str, dtype: str, which: Sequence[str]) -> None:
+    """The losses, their gradients and their means, beside XLA's; a label that is ignored has a row with NaN."""
+    rng = np.random.default_rng(5)
+    x = jnp.asarray(rng.normal(size=(9, SHAPES[strategy][1])) * 4, dtype).at[2, 5].set(jnp.nan)
+    labels = jnp.asarray(rng.integers(0, x.shape[1], 9), jnp.int32).at[2].set(-100)
+
+    def loss(name: str, x: Any, **forced: Any) -> Any:
+        given = {**forced, "ignore_index": -100}
+        if name == "token_logprobs":
+            found = jax.tree.leaves(osj.token_logprobs(x, labels, **given))
+            return sum(jnp.sum(jnp.cos(t) * i) for i, t in enumerate(found, 1))
+        reduction, more = LOSSES[name]
+        return jnp.sum(jnp.sin(osj.cross_entropy(x, labels, reduction=reduction, **given, **more)))
+
+    def program(x: Any, **forced: Any) -> Any:
+        return [jax.value_and_grad(partial(loss, name, **forced))(x) for name in which]
+
+    found = [
+        jax.jit(partial(program, **forced))(x)
+        for forced in ({"backend": "cuda", "strategy": strategy}, {"backend": "eager"})
+    ]
+    exact = {"rtol": 2e-5, "atol": 1e-6} if dtype == "float32" else {"rtol": 2**-6, "atol": 2**-12}
+    for ours, xla in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(*(np.asarray(t, np.float32) for t in (ours, xla)), **exact)
+
+
+@cases("strategy, names", [("row", ["logsumexp"])], [(strategy, OPERATIONS) for strategy in SHAPES])
+def test_infinities_and_nan(place: None, strategy: str, names: Sequence[str]) -> None:
+    x = with_specials(np.random.default_rng(4).normal(size=(9, SHAPES[strategy][1])))
+    found = []
+    for backend, forced in (("cuda", strategy), ("eager", None)):
+        calls = [partial(getattr(osj, name), axis=-1, scale=0.5, backend=backend, strategy=forced) for name in names]
+
+        @jax.jit
+        def program(x: Any, calls: Any = tuple(calls)) -> Any:
+            both = [jax.vjp(call, x) for call in calls]
+            return [(y, *(backward(jnp.full_like(y, dy)) for dy in (0.0, 1.0))) for y, backward in both]
+
+        found.append(jax.tree.leaves(program(x)))
+    for ours, xla in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
+
+
+@cases("names", [(["softmax"],)], [(OPERATIONS,)])
+def test_transforms(place: None, names: Sequence[str]) -> None:
+    """The derivatives and the batches of the other backends, and rows under `shard_map`."""
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(3, 4, 65)), jnp.float32)
+    mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
+
+    def programs(backend: str) -> Iterator[Any]:
+        for name in names:
+
+            def loss(x: Any, name: str = name) -> Any:
+                return jnp.sum(jnp.sin(getattr(osj, name)(x, -1, scale=0.5, backend=backend)))
+
+            yield jax.grad(loss)
+            yield jax.vmap(jax.value_and_grad(loss))
+            yield jax.vmap(loss, in_axes=1)
+            yield lambda x, loss=loss: jax.hessian(loss)(x[0, 0])
+            yield jax.grad(jax.checkpoint(loss))
+            yield lambda x, loss=loss: jax.jvp(loss, (x,), (jnp.cos(x),))
+            yield jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P("v"),), out_specs=P("v"))
+
+    found = [jax.jit(lambda x, who=who: [f(x) for f in programs(who)])(x) for who in ("cuda", "eager")]
+    for ours, xla in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
+    with jax.disable_jit():
+        np.testing.assert_allclose(osj.softmax(x, backend="cuda"), jax.nn.softmax(x), rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_graphs_beside_another_stream() -> None:
+    """Programs of several kernels, also such as wait for each other's blocks, that XLA runs at the same time."""
+    rows = {"row": (64, 199), "looped": (64, 5000), "cluster": (16, 40000), "grid": (4, 1 << 18)}
+    arrays = {
+        name: jnp.asarray(np.random.default_rng(3).normal(size=shape), jnp.float32) for name, shape in rows.items()
+    }
+
+    @jax.jit
+    def program(arrays: Any) -> Any:
+        for _ in range(3):
+            arrays = {name: osj.log_softmax(x, -1, backend="cuda", strategy=name) for name, x in arrays.items()}
+        return arrays
+
+    right, wrong = program(arrays), []
+
+    def work() -> None:
+        for _ in range(300):
+            found = program(arrays)
+        wrong.extend(name for name, y in found.items() if not jnp.array_equal(y, right[name]))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_error_of_a_launch_is_an_error_of_the_program(
+    kind: type[BaseException], simulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(launch: Launch, device: int) -> None:
+        raise kind("no such kernel")
+
+    monkeypatch.setattr(HANDLER, "_load", fail)
+    text = Launch("none", (0, 1), (), (1, 1, 32, 0, 1, False), b"", b"").text()
+    call = jax.ffi.ffi_call(cuda_call.TARGET, jax.ShapeDtypeStruct((2,), jnp.float32))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"{kind.__name__}: no such kernel"):
+        jax.block_until_ready(jax.jit(lambda x: call(x, launch=text))(jnp.ones(2)))
+
+
+def test_the_text_of_a_launch() -> None:
+    launch = Launch("row_kernel", (0, 1, 40), (64,), (3, 1, 128, 0, 2, True), bytes(range(24)), b"\x7fELF" * 9)
+    assert Launch.parse(launch.text()) == launch
+    assert launch.text()[:32] != launch._replace(values=bytes(24)).text()[:32]
+
+
+def test_versions_of_the_interface() -> None:
+    found = xla_handler.interface()
+    assert found is not None
+    assert xla_handler.why_not_called(found) is None
+    for other in (found._replace(version=(1, 0)), found._replace(functions=("New", *found.functions))):
+        assert "do not know the version" in (xla_handler.why_not_called(other) or "")
+    assert "has no header" in (xla_handler.why_not_called(xla_handler.Interface.of("")) or "")
+
+
+def test_explain_says_what_runs() -> None:
+    assert explain((64, 5000), framework="jax", device="h100").plan.backend == "pallas"
+    for name in OPERATIONS:
+        assert (
+            explain((64, 5000), framework="jax", device="h100", backend="cuda", operation=name).plan.backend == "cuda"
+        )
+
+
+REFUSED = (
+    ({"mask": (64, 5000)}, "NaN also where the mask is False"),
+    ({"operation": "logsumexp_backward", "softcap": 5.0}, "the gradient of these options"),
+)
+
+
+@pytest.mark.parametrize(("arguments", "reason"), REFUSED, ids=[r[1][:30] for r in REFUSED])
+def test_what_has_no_kernel(arguments: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        explain((64, 5000), framework="jax", device="h100", backend="cuda", **arguments)
+
+
+def lowered(function: Any) -> str:
+    """The program of a function for an NVIDIA GPU, which need not be there."""
+    x = jax.ShapeDtypeStruct((64, 640), jnp.float32)
+    return str(jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def test_a_program_for_a_gpu_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+
+    def loss(x: Any) -> Any:
+        return osj.logsumexp(x, -1, backend="cuda").sum()
+
+    assert lowered(jax.grad(loss)).count(f"@{cuda_call.TARGET}") == 2
+    monkeypatch.setattr(xla_handler, "unavailable", lambda: "cuda.core is not installed")
+    with pytest.raises(PlanError, match=r"cuda/row: cuda\.core is not installed"):
+        lowered(lambda x: osj.softmax(x, backend="cuda"))
