@@ -34,8 +34,8 @@ KERNELS = "torch,liger,quack"
 """Libraries whose kernels are compared; torch.compile takes seconds for each shape, and few records have it."""
 
 RECORDS: dict[str, str] = {
-    "cross-entropy": f"--peers {KERNELS},compile",
-    "token-logprobs": "--peers torch,compile",
+    "cross-entropy": f"--peers {KERNELS},flash-attn,transformer-engine,compile",
+    "token-logprobs": "--peers torch,compile,trl",
     # All ways, of which each has its own reason to be absent.
     "linear-cross-entropy": "",
     "linear-token-logprobs": "",
@@ -62,7 +62,8 @@ RECORDS: dict[str, str] = {
     "triton-forward": "--peers torch",
     "triton-gradients": "--peers torch",
     "triton-single-row": "--peers torch",
-    "distributed": "--peers without-shards,collective,dtensor,loss-parallel,all-gather,one-process",
+    # All ways, of which each has its own reason to be absent.
+    "distributed": "",
     "distributed-heads": "",
     "cpu": "--peers torch --device cpu",
 }

@@ -20,7 +20,7 @@ from bench_cases import CPU, LOSS, ROWS, TOKENS, Raises, Wrong, table
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.lab.bench import analysis, peers, record_file, timing
+from onlinesoftmax.lab.bench import analysis, libraries, record_file, timing
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_input
@@ -196,7 +196,7 @@ def test_peers_say_what_they_lack() -> None:
         (replace(softmax, shape=(2, 3, 4), dim=2), None, "takes only two dimensions"),
         (replace(LOSS, shape=(4,), dim=0), "takes only two dimensions", "takes only two dimensions"),
     ):
-        for peer, lacks in zip(peers.peers(["liger", "quack"], "cpu"), (liger_lacks, quack_lacks), strict=True):
+        for peer, lacks in zip(libraries.peers(["liger", "quack"], "cpu"), (liger_lacks, quack_lacks), strict=True):
             assert peer.why_absent()
             says = peer.supports(case)
             assert says is None if lacks is None else str(says).startswith(lacks), (peer.name, case, says)

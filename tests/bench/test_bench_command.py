@@ -14,7 +14,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import SMALL, Raises, Wrong, call
 
-from onlinesoftmax.lab.bench import peers, record_file
+from onlinesoftmax.lab.bench import libraries, record_file
 from onlinesoftmax.lab.bench.record_file import record_name
 from onlinesoftmax.lab.bench.suites import SUITES, Suite, cases
 
@@ -118,14 +118,14 @@ def test_a_pipe_gets_aligned_text() -> None:
 
 
 def test_a_wrong_peer_fails_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.PEERS, "wrong", Wrong)
+    monkeypatch.setitem(libraries.PEERS, "wrong", Wrong)
     done = call(*SMALL, "--peers", "wrong")
     assert done.exit_code == 1
     assert "WRONG: error" in done.stdout
 
 
 def test_a_peer_that_refuses_is_shown_with_its_error_and_fails_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.PEERS, "raises", Raises)
+    monkeypatch.setitem(libraries.PEERS, "raises", Raises)
     done = call(*SMALL, "--peers", "raises,liger")
     assert done.exit_code == 0, done.output
     lines = {line.split()[2]: line for line in done.stdout.splitlines() if line.startswith("  4x8")}
@@ -167,7 +167,10 @@ def test_rows1024_has_a_sentence_about_each_case() -> None:
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--op", "softmin"], "unknown operation 'softmin'"),
         (["--fused", "scale,dropout"], "unknown score option 'dropout'"),
-        (["--peers", "torch,apex"], "unknown peer 'apex'; there are: torch, compile, liger, quack, jax"),
+        (
+            ["--peers", "torch,apex"],
+            "unknown peer 'apex'; there are: torch, compile, liger, quack, flash-attn, transformer-engine, trl, jax",
+        ),
         (["--op", "cross_entropy_backward"], "unknown operation 'cross_entropy_backward'"),
         (["--op", "cross_entropy", "--shape", "2x3x4"], "dim=2: cross_entropy has its classes in dim 1"),
         (["--backend", "cudnn"], "unknown backend 'cudnn'"),

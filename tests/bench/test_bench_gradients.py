@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU, ON_CPU, call, needs_interpreter
 
-from onlinesoftmax.lab.bench import formulas, peers
+from onlinesoftmax.lab.bench import formulas, libraries
 from onlinesoftmax.lab.bench.cases import SCALE, SOFTCAP, Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_inputs, rounded
@@ -223,7 +223,7 @@ def test_others_get_their_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     ))  # fmt: skip
     monkeypatch.setitem(sys.modules, "quack", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "quack.softmax", SimpleNamespace(softmax_bwd=lambda *given: asked.append(given)))
-    for peer in peers.peers(["liger", "quack"], "cuda"):
+    for peer in libraries.peers(["liger", "quack"], "cuda"):
         peer.prepare(case)(y, dy)
     assert asked[0][0] is asked[1][0] is dy
     assert asked[0][1] is asked[1][1] is y

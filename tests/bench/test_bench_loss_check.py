@@ -20,7 +20,7 @@ import torch
 from bench_cases import CASES, CPU, LOSS, PLAIN, ROWS, TOKENS, WITH_TARGET, name, needs_interpreter, results
 from torch.nn import functional
 
-from onlinesoftmax.lab.bench import peers
+from onlinesoftmax.lab.bench import libraries
 from onlinesoftmax.lab.bench.cases import STATISTIC_WEIGHT, Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_inputs
@@ -216,7 +216,7 @@ def test_others_get_their_own_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules, "quack.cross_entropy", SimpleNamespace(cross_entropy=functional.cross_entropy)
     )  # fmt: skip
     case = replace(LOSS, with_gradient=True)
-    found = results(case, *peers.peers(["liger", "quack"], "cuda"))
+    found = results(case, *libraries.peers(["liger", "quack"], "cuda"))
     assert [(result.who, result.status, result.reason) for result in found] == [
         ("liger", "ok", None), ("quack", "ok", None)
     ]  # fmt: skip

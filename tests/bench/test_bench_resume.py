@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 from bench_cases import SMALL, Wrong, call
 
-from onlinesoftmax.lab.bench import peers, run
+from onlinesoftmax.lab.bench import libraries, run
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.record_file import Recording, ResumeError
 from onlinesoftmax.lab.bench.result import CaseResult
@@ -83,7 +83,7 @@ def test_a_complete_record_is_shown_again(tmp_path: Path, measured: list[str]) -
 
 
 def test_a_wrong_result_that_is_kept_fails_the_command_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.PEERS, "wrong", Wrong)
+    monkeypatch.setitem(libraries.PEERS, "wrong", Wrong)
     arguments = (*SMALL, "--peers", "wrong", "--out", str(tmp_path / "r.json"), "--resume")
     assert [call(*arguments).exit_code for _ in range(2)] == [1, 1]
 

@@ -131,7 +131,7 @@ def options_that_do_not_fit(_: Path) -> None:
     for arguments, message in (
         (("--framework", "jax"), "leave out --framework jax"),
         (("--fused", "scale"), "--fused does not go with"),
-        (("--peers", "liger"), "unknown peer 'liger'; there are: without-shards, collective, dtensor"),
+        (("--peers", "apex"), "unknown peer 'apex'; there are: without-shards, collective, dtensor"),
         (("--device", "cuda:1"), "each process has a GPU of its own"),
         (("--device", "cuda"), "2 processes need as many GPUs"),
         ((), "2 processes need as many GPUs"),

@@ -60,9 +60,11 @@ def bench(
     strategy: str | None = named("strategy", STRATEGIES, help="Force a strategy of ours."),
     peers: str | None = typer.Option(
         None,
-        help="Libraries to compare, with commas between them: torch, compile, liger, quack, jax; with --framework jax, "
-        "jax and torch; with --suite distributed, without-shards, collective, dtensor, loss-parallel, all-gather and "
-        "one-process; with distributed-heads, collective and one-process; with another suite of heads, "
+        help="Libraries to compare, with commas between them: torch, compile, liger, quack, flash-attn, "
+        "transformer-engine, trl, jax; with --framework jax, jax and torch; with --suite distributed, without-shards, "
+        "collective, dtensor, loss-parallel, all-gather, one-process, and the sharded losses of megatron, "
+        "transformer-engine, flash-attn and liger; with distributed-heads, collective and one-process; with another "
+        "suite of heads, "
         f"{', '.join(HEAD_PEERS)}; with sampling and topk, "
         f"{', '.join(TOKEN_PEERS)}; with route, {', '.join(GATE_PEERS)}; with training-step, "
         f"{', '.join(STEP_PEERS)}.  By default torch, jax, or all of those for several processes, heads, tokens, gates "
@@ -122,7 +124,7 @@ def bench(
 
 def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     """Measure the suite in this process, and end the command."""
-    from ..lab.bench.peers import peers
+    from ..lab.bench.libraries import peers
 
     framework, forced = options["framework"], (options["backend"], options["strategy"])
     with output.refusing():
@@ -190,7 +192,8 @@ def _steps(
 def _sides(framework: str) -> tuple[type[Any], dict[str, Any]]:
     """Our library for a framework, and the other libraries by name."""
     from ..lab.bench.jax_peers import JaxNN, OursInJax
-    from ..lab.bench.peers import PEERS, Ours, Torch
+    from ..lab.bench.libraries import PEERS
+    from ..lab.bench.peers import Ours, Torch
 
     sides: dict[str, tuple[type[Any], dict[str, Any]]] = {
         "torch": (Ours, {**PEERS, "jax": JaxNN}),

@@ -74,11 +74,11 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         output.fail(f"--suite {name} measures several processes; start it with: {COMMAND} {name}")
     import torch.distributed as dist
 
-    from ..lab.bench.sharded import heads, peers, run
+    from ..lab.bench.sharded import heads, libraries, peers, run
     from ..lab.bench.sharded.team import Team
 
     of_heads = suite.measures == "head time"
-    known: dict[str, Any] = heads.PEERS if of_heads else peers.PEERS
+    known: dict[str, Any] = heads.PEERS if of_heads else peers.PEERS | libraries.PEERS
     steps: Any = heads.run_heads if of_heads else run.run
     with output.refusing():
         asked = list(known) if options["peers"] is None else split_names(options["peers"])
@@ -91,10 +91,12 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
     try:
         forced = options["backend"], options["strategy"]
         ours = heads.ShardedHead(team) if of_heads else peers.OursSharded(team, *forced)
-        everybody = [ours, *(known[name](team) for name in asked)]
+        others = [known[name](team) for name in asked]
+        absent = {peer.name: reason for peer in others if (reason := peer.why_absent())}
+        everybody = [ours, *(peer for peer in others if peer.name not in absent)]
         repeat_ms = options["repeat"] or suite.repeat_ms
         options |= {"repeat": repeat_ms, "peers": ",".join(asked), "device": str(team.device)}
-        recording = _begun(team, options, suite, todo)
+        recording = _begun(team, options, suite, todo, absent)
         bench_steps.measure(
             recording, lambda left: steps(left, everybody, team, repeat_ms), options["out"], leader=not team.rank
         )
@@ -107,7 +109,7 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
     raise typer.Exit(int(bench_steps.failed(recording)))
 
 
-def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) -> Recording:
+def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case], absent: dict[str, str]) -> Recording:
     """The record in the making, with the cases that process 0 finds in its file."""
     import torch
     import torch.distributed as dist
@@ -119,7 +121,7 @@ def _begun(team: Team, options: dict[str, Any], suite: Suite, todo: list[Case]) 
     found: list[Any] = [None, None]
     if not team.rank:
         try:
-            found[0] = bench_steps.begun(team.device, options, suite, todo, {}, processes=processes)
+            found[0] = bench_steps.begun(team.device, options, suite, todo, absent, processes=processes)
         except ValueError as error:
             found[0] = str(error)
         found[1] = options["out"]

@@ -88,7 +88,8 @@ def _calls(request: dict[str, Any], device: Any, times: dict[str, float]) -> dic
 
 
 def _peer(request: dict[str, Any], device: Any) -> Any:
-    from onlinesoftmax.lab.bench.peers import PEERS, Compiled, Ours
+    from onlinesoftmax.lab.bench.libraries import PEERS
+    from onlinesoftmax.lab.bench.peers import Compiled, Ours
 
     if request["peer"] == "ours":
         return Ours(device.type, request["backend"], request["strategy"])

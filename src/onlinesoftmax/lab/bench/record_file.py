@@ -23,7 +23,7 @@ from ...torch.device import from_torch
 from .cases import Case
 from .heads.peers import HEAD_PEERS
 from .heads.step_peers import STEP_PEERS
-from .peers import PEERS
+from .libraries import PEERS
 from .result import CaseResult
 from .routing.peers import GATE_PEERS
 from .sampling.peers import TOKEN_PEERS
@@ -98,7 +98,7 @@ def sources() -> str:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of every package that matters; None for a package that is not installed."""
-    names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib"]
+    names = ["torch", "triton", "numpy", "cuda-core", "jax", "jaxlib", "megatron-core"]
     others = [*PEERS.values(), *HEAD_PEERS.values(), *TOKEN_PEERS.values(), *GATE_PEERS.values(), *STEP_PEERS.values()]
     names += [peer.distribution for peer in others if peer.distribution]
     return {"python": platform.python_version(), "onlinesoftmax": __version__, **versions_of(dict.fromkeys(names))}

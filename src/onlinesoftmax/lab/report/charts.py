@@ -11,7 +11,6 @@ from typing import Any
 
 from ...ops import OPERATIONS
 from ...planner.strategies import FOR_JAX, TABLE
-from ..bench.peers import PEERS
 from .panels import COPY, PROSE, ends, series
 from .records import Record
 
@@ -24,15 +23,16 @@ COLORS = ("#4c8dd6", "#e0913a", "#58a866", "#c05a8c", "#8a74c9", "#4fb0b5", "#c9
 SHARDED = ("dtensor", "loss-parallel", "all-gather", "one-process", "collective", "without-shards")
 """Ways to compute rows that are sharded over processes, besides ours; no record has them beside other libraries."""
 
-ALONE = ("ours", *PEERS, "jax.nn")
+ALONE = ("ours", "torch", "compile", "liger", "quack", "jax.nn")
 """Libraries of the charts over row lengths."""
 
 MORE = {
     "jax": COLORS[5], "flashinfer": COLORS[6], "flashinfer-logits": "#8f7a2c", "cce": COLORS[7], "cce-exact": "#d9a08c",
     "torch-linear": "#b5651d", "torch-chunks": "#eec08f", "ours-stored": "#8fb8e6", "ours-small": "#6f8fb3",
-    "ours-bounded": "#5fc0d6", "ours-columns": "#3a6fd0", "jax-ours": "#8fd3d6",
+    "ours-bounded": "#5fc0d6", "ours-columns": "#3a6fd0", "jax-ours": "#8fd3d6", "flash-attn": "#d95f5f",
+    "transformer-engine": "#76b900", "megatron": "#4a6b1f", "trl": "#e6c229",
 }  # fmt: skip
-"""Colours of the libraries, and of our own other ways, that only heads, sampling and routing are measured with."""
+"""Colours of the libraries, and of our own other ways, that other suites are measured with."""
 
 LIBRARY_COLORS = {
     **dict(zip(ALONE, COLORS, strict=False)), **MORE, **dict(zip(SHARDED, COLORS[1:], strict=False)), COPY: GREY,

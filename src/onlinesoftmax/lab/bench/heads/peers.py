@@ -12,7 +12,8 @@ from ... import bridge
 from ..cases import Case
 from ..check import OTHERS_SLACK
 from ..jax_peers import Arrays
-from ..peers import Compiled, ForGpus, Liger, Peer, Quack
+from ..libraries import Liger, Quack
+from ..peers import Compiled, ForGpus, Peer
 from .cases import HeadCase
 
 Function = Callable[..., Any]
@@ -182,7 +183,7 @@ class Checkpointed(Peer):
 class _Library(ForGpus):
     """A library for NVIDIA GPUs with a fused linear cross-entropy."""
 
-    operations = (LOSS,)
+    operations: tuple[str, ...] = (LOSS,)
 
     def prepare(self, case: Case) -> Function:
         """Its public function."""
@@ -190,13 +191,23 @@ class _Library(ForGpus):
 
 
 class LigerHead(_Library):
-    """Liger-Kernel's fused linear cross-entropy."""
+    """Liger-Kernel's fused linear cross-entropy; its losses and entropies of tokens."""
 
     name, module, distribution = Liger.name, "liger_kernel.ops", Liger.distribution
+    operations = LOSS, TOKENS
 
     def function(self, case: Case) -> Function:
-        """The autograd function of its module, without the results beside the loss."""
-        apply = importlib.import_module(self.module).LigerFusedLinearCrossEntropyFunction.apply
+        """The autograd functions, without the results beside the loss."""
+        ops = importlib.import_module(self.module)
+        if case.operation == TOKENS:
+            scaled = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
+
+            def tokens(x: Any, weight: Any, target: Any) -> Any:
+                loss, entropy = scaled(x, weight, target, return_entropy=True)
+                return -loss, entropy
+
+            return tokens
+        apply = ops.LigerFusedLinearCrossEntropyFunction.apply
 
         def forward(x: Any, weight: Any, target: Any) -> Any:
             found = apply(x, weight, target)

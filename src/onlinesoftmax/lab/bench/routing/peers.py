@@ -9,7 +9,8 @@ from typing import Any
 
 from ....explanation import explain
 from ..cases import Case
-from ..peers import Compiled, ForGpus, Peer, Quack
+from ..libraries import Quack
+from ..peers import Compiled, ForGpus, Peer
 from .cases import RouteCase
 
 Function = Callable[..., Any]

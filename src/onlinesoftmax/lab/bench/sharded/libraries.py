@@ -1,0 +1,94 @@
+"""The other libraries with a loss of sharded columns: Megatron-LM, Transformer Engine, flash-attn and Liger-Kernel."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from .. import libraries
+from ..cases import Case
+from ..formulas import Function
+from ..peers import ForGpus
+from .peers import Member
+
+
+class ShardedLoss(Member, ForGpus):
+    """A library's loss of the columns of this process; each process has as many."""
+
+    operations = ("cross_entropy",)
+
+    def supports(self, case: Case) -> str | None:
+        """Rows of two dimensions and equal shards."""
+        if reason := ForGpus.supports(self, case):
+            return reason
+        if len(case.shape) != 2:
+            return "takes only two dimensions here"
+        return "takes equal shards only" if case.shape[1] % self.team.size else None
+
+    def function(self, case: Case) -> Function:
+        """The mean of the losses, or the losses."""
+        losses, mean = self.losses(case), case.reduction == "mean"
+        return lambda x, target: losses(x, target).mean() if mean else losses(x, target)
+
+    def losses(self, case: Case) -> Function:
+        """The function of local columns and global targets that returns the loss of each row."""
+        raise NotImplementedError
+
+
+class Megatron(ShardedLoss):
+    """Megatron-LM's loss, in PyTorch's operations on float32 logits, with three all-reduces."""
+
+    name, module, distribution = "megatron", "megatron.core.tensor_parallel.cross_entropy", "megatron-core"
+    # It subtracts the maximum from float32 logits in place.
+    overwrites = ("cross_entropy",)
+
+    def losses(self, case: Case) -> Function:
+        """Its public function, for a batch of one."""
+        loss, group = importlib.import_module(self.module).vocab_parallel_cross_entropy, self.team.group
+        return lambda x, target: loss(x[:, None], target[:, None], tp_group=group)[:, 0]
+
+
+class TransformerEngine(ShardedLoss):
+    """Transformer Engine's loss, with one all-gather of states."""
+
+    name, module = libraries.TransformerEngine.name, libraries.TransformerEngine.module
+    distribution, overwrites = libraries.TransformerEngine.distribution, libraries.TransformerEngine.overwrites
+
+    def function(self, case: Case) -> Function:
+        """Its public function, which has the mean too."""
+        loss, group = importlib.import_module(self.module).parallel_cross_entropy, self.team.group
+        mean = case.reduction == "mean"
+
+        def function(x: Any, target: Any) -> Any:
+            found = loss(x[None], target[None], reduce_loss=mean, dist_process_group=group)
+            return found if mean else found[0]
+
+        return function
+
+
+class FlashAttention(ShardedLoss):
+    """flash-attn's loss, with an all-gather of logsumexps and an all-reduce of losses."""
+
+    name, module = libraries.FlashAttention.name, libraries.FlashAttention.module
+    distribution = libraries.FlashAttention.distribution
+
+    def function(self, case: Case) -> Function:
+        """Its module with the group."""
+        module: Any = importlib.import_module(self.module)
+        function: Function = module.CrossEntropyLoss(reduction=case.reduction, process_group=self.team.group)
+        return function
+
+
+class Liger(ShardedLoss):
+    """Liger-Kernel's loss for Megatron-LM."""
+
+    name, module, distribution = libraries.Liger.name, "liger_kernel.ops.vocab_parallel_cross_entropy", "liger-kernel"
+
+    def losses(self, case: Case) -> Function:
+        """The autograd function that its modules call: with no label smoothing, its kind does not matter."""
+        apply, group = importlib.import_module(self.module).LigerVocabParallelCEFunction.apply, self.team.group
+        return lambda x, target: apply(x[:, None], target[:, None], group, -100, 0.0, "pytorch", "global")[:, 0]
+
+
+PEERS: dict[str, type[Member]] = {peer.name: peer for peer in (Megatron, TransformerEngine, FlashAttention, Liger)}
+"""The libraries by name on the command line."""
