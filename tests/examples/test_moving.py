@@ -32,7 +32,7 @@ def loss_by_formula(logits, target, smoothing, z_loss, reduction="mean", ignore_
     return total / (target != ignore_index).sum() if reduction == "mean" else total
 
 
-# The signatures are those of Liger ead96b61, flash-attention 0251105a, TRL f2cd5771 and FlashInfer 01c897d7.
+# The signatures are those of Liger ead96b61, flash-attention 0251105a, TRL 1.16.0 and FlashInfer 01c897d7.
 
 
 def liger_cross_entropy(
@@ -67,12 +67,9 @@ class CrossEntropyLoss:
         return loss_by_formula(input * self.scale, target, *self.numbers)
 
 
-def selective_log_softmax(logits, index):
-    return logits.log_softmax(-1).gather(-1, index[:, None])[:, 0]
-
-
-def entropy_from_logits(logits, chunk_size=128):
-    return -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+def selective_log_softmax_and_entropy(logits, index, entropy_requires_grad=True, temperature=1.0, row_mask=None):
+    logp = (logits / temperature).log_softmax(-1)
+    return logp.gather(-1, index[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
 
 
 def top_k_top_p_sampling_from_logits(
@@ -88,7 +85,7 @@ def top_k_top_p_sampling_from_logits(
 STAND_INS: dict[str, tuple[Any, ...]] = {
     "liger_kernel.transformers.functional": (liger_cross_entropy, liger_fused_linear_cross_entropy),
     "flash_attn.losses.cross_entropy": (CrossEntropyLoss,),
-    "trl.trainer.utils": (selective_log_softmax, entropy_from_logits),
+    "trl.trainer.utils": (selective_log_softmax_and_entropy,),
     "flashinfer.sampling": (top_k_top_p_sampling_from_logits,),
 }
 
@@ -96,7 +93,8 @@ STAND_INS: dict[str, tuple[Any, ...]] = {
 def runs_here(module: str) -> bool:
     """TRL's functions run on a CPU; the others are kernels for a GPU, where the page has no tensors."""
     try:
-        return module.startswith("trl") and bool(importlib.import_module(module))
+        # Older versions of TRL lack the function.
+        return module.startswith("trl") and hasattr(importlib.import_module(module), STAND_INS[module][0].__name__)
     except ImportError:
         return False
 
