@@ -220,7 +220,9 @@ def test_the_charts_show_the_records(visit: Callable[..., Any], page_file: Path)
     assert "NVIDIA H200" in tab.inner_text("#record-facts")
     assert "at the floor" in tab.inner_text("#record-table")
     assert "Not shown: broken.json: field <date>: 3 is not of type 'string'" in tab.inner_text("header")
-    tab.select_option("#record", index=1)
+    tab.evaluate("location.hash = '#record=loss.json&measure=us'")
+    tab.wait_for_function("measure.value === 'us'")
+    assert tab.get_attribute("#record-link", "href") == "#record=loss.json&measure=us"
     tab.wait_for_selector('#panels figcaption:has-text("cross_entropy, with gradient, reduction mean, bfloat16")')
 
 

@@ -46,6 +46,8 @@ def report(
     answers while the page is made, which takes one to three minutes on two processors.  They are kept in the cache
     folder, so the next page takes seconds.
 
+    A link such as report.html#gpu=h200&rows=64&cols=128256 opens the page on a choice.
+
     The exit code is 1 if a file could not be shown; the page then has the others.
 
     \b

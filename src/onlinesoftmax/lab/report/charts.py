@@ -91,10 +91,6 @@ def specifications() -> dict[str, Any]:
     return found | {f"listed {name}": listed(name) for name in MEASURES} | {"lengths": lengths()}
 
 
-FIT_X = {"autosize": {"type": "fit-x", "contains": "padding"}}
-"""As wide as its place on the page, and as high as its lines."""
-
-
 def _by_length(**scale: Any) -> Any:
     """The axis of row lengths, with logarithms.
 
@@ -118,7 +114,7 @@ def _by_library() -> Any:
     return alt.Color("who:N", scale=scale, legend=legend)
 
 
-def _finished(chart: Any, height: Any) -> dict[str, Any]:
+def _finished(chart: Any, height: int) -> dict[str, Any]:
     """The specification of a chart that is as wide as its place on the page."""
     room = {"left": 0, "right": 14, "top": 4, "bottom": 6}
     document: dict[str, Any] = chart.properties(width="container", height=height, padding=room).to_dict()
@@ -164,7 +160,10 @@ def measured(measure: str) -> dict[str, Any]:
 
 
 def listed(measure: str) -> dict[str, Any]:
-    """A measure of all libraries, with a line for each case: of cases whose yardstick is not the copy."""
+    """A measure of all libraries, with a line for each case: of cases whose yardstick is not the copy.
+
+    The page gives it the height of its lines.
+    """
     import altair as alt
 
     label, scale, form = MEASURES[measure]
@@ -174,12 +173,12 @@ def listed(measure: str) -> dict[str, Any]:
     chart = chart.mark_point(filled=True, size=60).encode(
         x=alt.X(f"{measure}:Q", title=title, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
                 axis=alt.Axis(format=form, tickCount=5, labelOverlap="greedy")),
-        y=alt.Y("shape:N", sort=None, title=None, axis=alt.Axis(grid=True, labelLimit=140)),
+        y=alt.Y("shape:N", sort=None, title=None, axis=alt.Axis(grid=True, labelLimit=170)),
         color=_by_library(), tooltip=_tips("of yardstick"),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
     )  # fmt: skip
     shown = alt.param(name="shown", value=list(LIBRARIES))
-    return _finished(chart.add_params(clicked, shown), alt.Step(20)) | FIT_X
+    return _finished(chart.add_params(clicked, shown), 200)
 
 
 def _tips(ratio: str) -> list[Any]:

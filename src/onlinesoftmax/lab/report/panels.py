@@ -29,7 +29,7 @@ PROSE = NAMES | {
 }  # fmt: skip
 """The same, with the libraries that only heads, sampling and routing are measured with."""
 
-WITHOUT_PEERS = ("one-process", "collective", "without-shards", "jax-ours")
+WITHOUT_PEERS = ("dtensor", "one-process", "collective", "without-shards", "jax-ours")
 """Other ways to call our own functions, besides those whose names begin with "ours"."""
 
 
@@ -123,7 +123,7 @@ def ends(points: Sequence[dict[str, Any]]) -> dict[str, float]:
 def title(found: CaseResult) -> str:
     """The title of the panel of a case."""
     case = found.case
-    if ONLY_OF[found.measures] == TOKENS:
+    if found.measures == "token time":
         return ", ".join([case.operation, str(case).partition(", ")[2], case.dtype])
     words = [case.operation, *(["with gradient"] if case.with_gradient else [])]
     words += [f"reduction {case.reduction}"] if case.reduction else []
@@ -142,8 +142,10 @@ def _label(record: Record) -> str:
 
 
 def _points(found: CaseResult) -> list[dict[str, Any]]:
-    case, points, tokens = found.case, [], ONLY_OF[found.measures] == TOKENS
-    shape = str(case).partition(", ")[0] if tokens else str(case)
+    case, points = found.case, []
+    # The title has the rest of a case of sampling or routing.
+    begins = {"token time": str(case).partition(", ")[0], "gate time": str(case).removesuffix(" with gradient")}
+    shape = begins.get(found.measures, str(case))
     common = {"cols": case.shape[case.dim], "rows": case.rows, "shape": shape}
     if found.copy is not None:
         points.append(common | {"who": COPY, "us": _digits(found.copy.median_us), "gbps": _digits(found.copy_gbps),

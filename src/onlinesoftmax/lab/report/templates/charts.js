@@ -39,7 +39,7 @@ async function draw(element, specification, data, signals = {}) {
       for (const set of vega.data) if (state.data[set.name]) set.values = state.data[set.name];
       // The legend of a narrow chart has two columns.
       const least = { top: 520, bottom: 400 };
-      for (const legend of vega.legends ?? []) if (element.clientWidth < least[legend.orient]) legend.columns = 2;
+      for (const legend of vega.legends ?? []) if (element.clientWidth < least[legend.orient]) Object.assign(legend, { columns: 2, labelLimit: 90 });
       for (const signal of vega.signals) if (signal.name === "ink") signal.value = colour("--ink");
       for (const signal of vega.signals) if (signal.name in state.signals) signal.value = state.signals[signal.name];
       return vega;

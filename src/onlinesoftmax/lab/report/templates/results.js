@@ -35,7 +35,7 @@ async function panels(container, record, measure, specs) {
     container.append(figure);
     const known = specification.params?.find((each) => each.name === "shown")?.value ?? [];
     const here = new Set(points.map((point) => point.who));
-    drawings.push(draw(chart, specification, { points: panel.points }, { ...panel.ends, shown: known.filter((who) => here.has(who)) }));
+    drawings.push(draw(chart, panel.listed ? { ...specification, height: 20 * new Set(points.map((point) => point.shape)).size } : specification, { points: panel.points }, { ...panel.ends, shown: known.filter((who) => here.has(who)) }));
   }
   if (!drawings.length) container.append(make("p", "This record has no such measurement. The table below has every figure of the record."));
   await Promise.all(drawings);
@@ -64,10 +64,19 @@ async function showResults(records, specs) {
     for (const option of measure.options) option.disabled = !has(option.value);
     if (measure.selectedOptions[0].disabled) measure.value = [...measure.options].find((option) => !option.disabled)?.value ?? measure.value;
     byId("measure-note").textContent = MEASURE_NOTES[measure.value];
+    byId("record-link").href = `#${new URLSearchParams({ record: records[record.value].name, measure: measure.value })}`;
     details(records[record.value]);
     return panels(byId("panels"), records[record.value], measure.value, specs);
   };
   record.addEventListener("change", results);
   measure.addEventListener("change", results);
-  await results();
+  // Takes the record that the address names, as #record=h200-forward.json&measure=us.
+  const follow = () => {
+    const named = new URLSearchParams(location.hash.slice(1)), place = records.findIndex(({ name }) => name === named.get("record"));
+    if (place >= 0) record.value = place;
+    if ([...measure.options].some(({ value }) => value === named.get("measure"))) measure.value = named.get("measure");
+    return results();
+  };
+  addEventListener("hashchange", () => { if (location.hash.includes("record=")) follow(); });
+  await follow();
 }
