@@ -8,11 +8,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from math import copysign
 from types import FunctionType, ModuleType
 from typing import Any
 
 from triton.language import core
 from triton.runtime import interpreter
+
+MOST_NUMBERS = 1000
+"""Numbers that are kept as tensors."""
 
 REPLACED: list[tuple[Any, str, Any]] = []
 """Object, attribute and original value of everything that `patch` replaced."""
@@ -38,7 +42,7 @@ def patch() -> None:
         (core.dtype, "__eq__", _compare_objects_first(core.dtype.__eq__)),
         (core.block_type, "__init__", _check_each_shape_once(core.block_type.__init__)),
         (core.tensor, "__init__", _make_tensor),
-        (semantic, "binary_op_type_checking_impl", _pass_equal_types(semantic.binary_op_type_checking_impl)),
+        (semantic, "binary_op_type_checking_impl", _pass_equal_types(semantic)),
     ):
         REPLACED.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
@@ -149,12 +153,35 @@ def _make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = type.shape_of_tensor if type.is_block() else SCALAR
 
 
-def _pass_equal_types(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Return two tensors of the same type as they are: nothing is converted, and nothing broadcast."""
+def _pass_equal_types(semantic: Any) -> Callable[..., Any]:
+    """Convert nothing where two tensors have one dtype, and broadcast nothing where they have one shape.
+
+    A number beside a tensor becomes a tensor of its shape once.  No operation writes to its operands.
+    """
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    known: dict[tuple[Any, ...], Any] = {}
 
     def pass_equal_types(self: Any, lhs: Any, rhs: Any, *flags: bool) -> Any:
-        # Only divisions, which convert 16-bit numbers, give four flags.  Tensors of the same type share their shape.
-        same = type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype and lhs.shape is rhs.shape
-        return (lhs, rhs) if same and len(flags) < 4 and not lhs.dtype.is_ptr() else check(self, lhs, rhs, *flags)
+        # Only divisions, which convert 16-bit numbers, give four flags.
+        if type(lhs) is not core.tensor or len(flags) > 3:
+            return check(self, lhs, rhs, *flags)
+        if type(rhs) is core.tensor:
+            if lhs.dtype is not rhs.dtype or lhs.dtype.is_ptr():
+                return check(self, lhs, rhs, *flags)
+            # Tensors of the same type share their shape.
+            return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+        kind = type(rhs)
+        if kind not in (int, float):
+            return check(self, lhs, rhs, *flags)
+        # -0.0 equals 0.0.
+        key = kind, rhs, copysign(1, rhs), lhs.dtype.name, id(lhs.shape), flags
+        if key not in known:
+            converted, number = check(self, lhs, rhs, *flags)
+            if converted is not lhs:
+                return converted, number
+            if len(known) > MOST_NUMBERS:
+                known.clear()
+            known[key] = number
+        return lhs, known[key]
 
     return pass_equal_types
