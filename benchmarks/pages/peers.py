@@ -7,7 +7,7 @@ from typing import NamedTuple
 from .markdown import table
 from .records import Records
 
-LATER = "not yet: the suite has it since its last record"
+LATER = "not yet"
 
 
 class Peer(NamedTuple):
@@ -32,7 +32,7 @@ class Peer(NamedTuple):
 
 PEERS = (
     Peer("Liger", "liger_cross_entropy", "one kernel writes the gradient over the logits", "liger", "cross-entropy"),
-    Peer("quack", "cross_entropy", "forward keeps the logsumexp, backward reads again", "quack", "cross-entropy"),
+    Peer("quack", "quack.cross_entropy", "forward keeps the logsumexp, backward reads again", "quack", "cross-entropy"),
     Peer(
         "flash-attn", "CrossEntropyLoss", "forward keeps the logsumexp, backward reads again", "flash-attn",
         "cross-entropy", f"{LATER}; its import needs the compiled kernels of attention",
@@ -77,7 +77,7 @@ PEERS = (
         "Liger", "LigerVocabParallelCrossEntropy", "keeps float32 exponentials; three all-reduces", "liger",
         "distributed",
     ),
-    Peer("FlashInfer", "sampling_from_probs and its filters", "after a softmax", "flashinfer", "sampling"),
+    Peer("FlashInfer", "sampling_from_probs", "a softmax, then one kernel that samples; others with filters", "flashinfer", "sampling"),
     Peer("FlashInfer", "top_k", "a radix select", "flashinfer", "topk"),
 )  # fmt: skip
 
