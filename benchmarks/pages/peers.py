@@ -77,7 +77,10 @@ PEERS = (
         "Liger", "LigerVocabParallelCrossEntropy", "keeps float32 exponentials; three all-reduces", "liger",
         "distributed",
     ),
-    Peer("FlashInfer", "sampling_from_probs", "a softmax, then one kernel that samples; others with filters", "flashinfer", "sampling"),
+    Peer(
+        "FlashInfer", "sampling_from_probs", "a softmax, then one kernel that samples; others with filters",
+        "flashinfer", "sampling",
+    ),
     Peer("FlashInfer", "top_k", "a radix select", "flashinfer", "topk"),
 )  # fmt: skip
 
