@@ -267,6 +267,7 @@ def test_without_records_the_page_has_the_picker_alone(visit: Callable[..., Any]
     assert not tab.is_visible("#beside-answer")
     tab.select_option("#beside", "h100")
     assert tab.inner_text("#beside-problem").endswith("float32 on h100")
+    assert tab.inner_text("#beside-note") == "The upper band and the dashed line are those of h100."
     tab.evaluate("location.hash = '#gpu=h100&beside=a100&cols=64'")
     tab.wait_for_function("gpu.value === 'h100'")
     assert tab.inner_text("#beside-problem") == "for softmax of 1 x 64 float32 on a100"

@@ -203,6 +203,20 @@ def test_the_record_with_most_libraries_is_shown_first(tmp_path: Path) -> None:
     assert found["notes"][-1] == "of older blocks"
 
 
+def test_cases_of_whole_steps_stand_below_each_other(tmp_path: Path) -> None:
+    step = {"operation": "linear_cross_entropy", "shape": [64, 32, 1000], "dim": 2, "layers": 2, "copy": None}
+    content = record() | {"measures": "step time"}
+    content["cases"] = [case | step for case in content["cases"][:1]]
+    for result in content["cases"][0]["results"]:
+        result |= {"of_copy": None, "plan": None}
+    content["cases"][0]["results"][1]["times"]["median_us"] = 75.0
+    [found], _, _ = read([write(tmp_path, content)])
+    [panel] = series(found)["panels"]
+    assert panel["listed"]
+    assert {point["shape"] for point in panel["points"]} == {"64x32 -> 1000, 2 layers"}
+    assert panel["outcome"].endswith("In the median it has 1.50 times the speed of PyTorch.")
+
+
 @pytest.mark.skipif(not RESULTS.is_dir(), reason="the recorded runs are in the repository, not in the archives")
 def test_every_recorded_run_is_read() -> None:
     records, wrong, others = read([RESULTS])

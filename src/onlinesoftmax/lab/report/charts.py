@@ -29,7 +29,8 @@ ALONE = ("ours", "torch", "compile", "liger", "quack", "jax.nn")
 MORE = {
     "jax": COLORS[5], "flashinfer": COLORS[6], "flashinfer-logits": "#8f7a2c", "cce": COLORS[7], "cce-exact": "#d9a08c",
     "torch-linear": "#b5651d", "torch-chunks": "#eec08f", "ours-stored": "#8fb8e6", "ours-small": "#6f8fb3",
-    "ours-bounded": "#5fc0d6", "ours-columns": "#3a6fd0", "jax-ours": "#8fd3d6", "flash-attn": "#d95f5f",
+    "ours-bounded": "#5fc0d6", "ours-columns": "#3a6fd0", "ours-logits": "#6f8fb3",
+    "ours-compile": "#5fc0d6", "jax-ours": "#8fd3d6", "flash-attn": "#d95f5f",
     "transformer-engine": "#76b900", "megatron": "#4a6b1f", "trl": "#e6c229",
 }  # fmt: skip
 """Colours of the libraries, and of our own other ways, that other suites are measured with."""
@@ -272,8 +273,10 @@ def svg(points: Sequence[dict[str, Any]], measure: str = "gbps", height: int = H
         if parameter["name"] in given:
             parameter["value"] = given[parameter["name"]]
     for layer in document["layer"]:
-        if "legend" in layer["encoding"].get("color", {}):
-            layer["encoding"]["color"]["legend"]["columns"] = len(here)
+        if "legend" in (color := layer["encoding"].get("color", {})):
+            color["legend"]["columns"] = len(here)
+            # Readers of a screen hear the domain: the libraries of this chart alone.
+            color["scale"] = {"domain": given["shown"], "range": [LIBRARY_COLORS[who] for who in given["shown"]]}
     return static(document | {"height": height, "datasets": {"points": list(points)}})
 
 

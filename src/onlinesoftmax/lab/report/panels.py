@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ..bench.result import CALLS, HEADS, ONE_READ, ONLY_OF, THREE_PRODUCTS, TOKENS, CaseResult, Result
+from ..bench.result import CALLS, ONE_READ, ONLY_OF, THREE_PRODUCTS, CaseResult, Result
+from ..bench.suites import Measures
 from ..bench.tables import measures
 from .combinations import STEP
 from .records import Record
@@ -18,8 +19,10 @@ MARGIN = 2**0.25
 """Factor between the ends of an axis of row lengths and the points beside them."""
 
 
-YARDSTICKS: dict[tuple[str, ...], str] = {HEADS: THREE_PRODUCTS, TOKENS: ONE_READ}
-"""The yardstick of each kind of measurement that has another than the copy."""
+YARDSTICKS: dict[Measures, str] = {
+    "head time": THREE_PRODUCTS, "token time": ONE_READ, "gate time": ONE_READ, "step time": "",
+}  # fmt: skip
+"""The yardstick of each kind of measurement that has another than the copy; whole steps have none."""
 
 NAMES = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger", "quack": "quack", "jax.nn": "jax.nn"}
 """Names of libraries in prose, by their names in records, in the order in which tables show them."""
@@ -40,9 +43,9 @@ def series(record: Record) -> dict[str, Any]:
     cases of a kind that has another yardstick than the copy stand below each other; others over the row length.
     """
     panels: dict[str, list[dict[str, Any]]] = {}
-    kind = ONLY_OF[measures(record.content)]
+    kind = measures(record.content)
     # Times of calls have no place in charts of one time; the table has them.
-    for found in record.results if kind != CALLS else ():
+    for found in record.results if ONLY_OF[kind] != CALLS else ():
         if found.skipped is None:
             panels.setdefault(title(found), []).extend(_points(found))
     yardstick = YARDSTICKS.get(kind, COPY)

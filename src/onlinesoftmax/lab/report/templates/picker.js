@@ -208,6 +208,7 @@ class Picker {
     const full = (place) => this.text(place).replaceAll("{n}", cols);
     const [framework, gpu, operation, option, dtype] = this.key_;
     pairs(byId("facts"), this.answer("", answer, gpu));
+    byId("beside-note").textContent = this.beside ? `The upper band and the dashed line are those of ${this.beside.gpu}.` : "";
     byId("beside-answer").hidden = !this.beside;
     if (this.beside) {
       const { answers } = this.beside, near = closest(answers.map((each) => each[COLS]), cols);
