@@ -268,7 +268,8 @@ def svg(points: Sequence[dict[str, Any]], measure: str = "gbps", height: int = H
     """A measure of these points over the row length, as SVG of a fixed size."""
     document = measured(measure)
     here = {point["who"] for point in points if point.get(measure) is not None}
-    given = ends(points) | {"shown": [who for who in LIBRARIES if who in here]}
+    shown = [who for who in LIBRARIES if who in here]
+    given = ends(points) | {"shown": shown}
     for parameter in document["params"]:
         if parameter["name"] in given:
             parameter["value"] = given[parameter["name"]]
@@ -276,7 +277,7 @@ def svg(points: Sequence[dict[str, Any]], measure: str = "gbps", height: int = H
         if "legend" in (color := layer["encoding"].get("color", {})):
             color["legend"]["columns"] = len(here)
             # Readers of a screen hear the domain: the libraries of this chart alone.
-            color["scale"] = {"domain": given["shown"], "range": [LIBRARY_COLORS[who] for who in given["shown"]]}
+            color["scale"] = {"domain": shown, "range": [LIBRARY_COLORS[who] for who in shown]}
     return static(document | {"height": height, "datasets": {"points": list(points)}})
 
 
