@@ -68,7 +68,8 @@ def test_report_is_a_record_in_sentences() -> None:
         f"softmax: PyTorch ran 1 call: {FLOATS} torch.int32.",
     ]
     x = f"of 2 x 3 x 5 float32 on {sample().device}: <Plan "
-    assert [line.partition(x)[0] for line in of_plans] == ["  softmax ", "  logsumexp "]
+    # Other plans for tensors of this shape, which other tests forced in this process, are named too.
+    assert list(dict.fromkeys(line.partition(x)[0] for line in of_plans)) == ["  softmax ", "  logsumexp "]
     assert str(osm.override().report()) == "No call was counted."
     with pytest.raises(AttributeError):
         report.taken = {}  # type: ignore[misc]  # it is frozen
