@@ -19,23 +19,23 @@ from onlinesoftmax.lab.bench.heads.steps import make_batch, make_decoder, run_st
 CASE = StepCase("linear_cross_entropy", (96, 32, 300), 2, "bfloat16", (), True, layers=1)
 
 
-class TwiceTheLoss(TorchStep):
-    """A way whose loss is wrong."""
+class NoGradient(TorchStep):
+    """A way whose loss is right, and whose head has no gradient."""
 
-    name = "twice"
+    name = "frozen"
 
     def prepare(self, case: Any) -> Any:
-        """Twice the loss."""
+        """The loss, with a gradient of 0 for the head."""
         loss = super().prepare(case)
-        return lambda *inputs: 2 * loss(*inputs)
+        return lambda x, weight, target: loss(x, weight.detach(), target) + 0 * weight.sum()
 
 
 def test_every_way_finds_the_loss_of_the_decoder() -> None:
-    everybody = [OursStep("cpu"), OursOnLogits("cpu"), TorchStep("cpu"), TwiceTheLoss("cpu")]
+    everybody = [OursStep("cpu"), OursOnLogits("cpu"), TorchStep("cpu"), NoGradient("cpu"), TorchStep("cpu")]
     (found,) = run_steps([CASE], everybody, CPU, 1)
-    assert [result.status for result in found.results] == ["ok", "ok", "ok", "wrong"]
-    assert "loss: error 1.0e+00" in str(found.results[-1].reason)
-    assert all(result.times for result in found.results[:-1])
+    assert [result.status for result in found.results] == ["ok", "ok", "ok", "wrong", "ok"]
+    assert found.results[3].reason == "gradient of the head: error 1.0e+00, allowed 3.1e-02"
+    assert all(result.times for result in found.results if result.status == "ok")
 
 
 def test_a_token_sees_no_later_one() -> None:

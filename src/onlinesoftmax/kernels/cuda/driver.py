@@ -202,6 +202,7 @@ def load_kernel(cubin: bytes, name: str) -> int:
     return kernel.value
 
 
+@cache
 def load_function(cubin: bytes, name: str, device: int, dynamic: int, cluster: int) -> int:
     """The handle of a kernel in a cubin, loaded for one device; threads that use another device can launch it too.
 

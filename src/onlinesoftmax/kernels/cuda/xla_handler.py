@@ -14,6 +14,7 @@ import json
 import re
 import threading
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from ctypes import c_int32, c_uint64, c_void_p
 from functools import cache
@@ -172,7 +173,8 @@ class Handler:
         self._load, self._has_stream = load, has_stream
         self._loaded: dict[tuple[bytes, int], Start] = {}
         self._apis: dict[int, _Api] = {}
-        self._lock = threading.Lock()
+        # Of each device: loading may wait for the device, and another one must not wait with it.
+        self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self.callback = ctypes.CFUNCTYPE(c_void_p, c_void_p)(self._called)
 
     def _called(self, address: int) -> int | None:
@@ -194,7 +196,7 @@ class Handler:
 
     def _first(self, key: bytes, text: bytes, device: int) -> Start:
         """Load the kernel of a text for a device, once."""
-        with self._lock:
+        with self._locks[device]:
             found = self._loaded.get((key, device))
             if found is None:
                 found = self._loaded[key, device] = self._load(Launch.parse(text.decode()), device)
@@ -218,14 +220,14 @@ class Handler:
         """The functions that XLA offers to a call."""
         words = (c_uint64 * (_DEVICE_ORDINAL_GET + 1)).from_address(frame[_API])
         if words[0] < ctypes.sizeof(words):
-            raise RuntimeError("this jaxlib is too old: its FFI does not tell the device of a call")
+            raise RuntimeError("the FFI of this jaxlib, or of its GPU plugin, is too old to tell the device of a call")
         found = _Api(*(_ASK(words[i]) for i in (_STREAM_GET, _DEVICE_ORDINAL_GET)))
         self._apis[frame[_API]] = found
         return found
 
     def _error(self, frame: Any, message: str) -> int:
         """The address of an error of XLA with a message."""
-        text = ctypes.create_string_buffer(message.encode())
+        text = ctypes.create_string_buffer(message.encode(errors="backslashreplace"))
         # struct_size, extension, message, code
         arguments = _ASKED(28, 0, ctypes.addressof(text), INTERNAL)
         address: int = _ASK(_WORD.from_address(frame[_API] + 8 * _ERROR_CREATE).value)(arguments)

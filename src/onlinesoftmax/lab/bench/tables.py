@@ -330,7 +330,8 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
         "Time of a call over that of one read of the logits, our logsumexp of long rows, in the same run.",
     ]),
     "step time": partial(_beside, STEP_TIME, "reason", [
-        "Memory: beyond the weights and the states of the optimizer.  Error: of the loss, relative to float32.",
+        "Memory: beyond the weights and the optimizer's states, so with activations and all gradients.",
+        "Error: norm of the error of the head's gradient, relative to float32 logits.",
     ]),
 }  # fmt: skip
 """The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...names import check_names
 from .cases import HeadCase
 
 LENGTH = 2048
-"""Tokens of a sequence; a batch has as many sequences as its tokens fill, and fewer tokens are one sequence."""
+"""Tokens of a sequence; a smaller batch is one shorter sequence."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class StepCase(HeadCase):
         layers: Number of layers.
 
     Example:
-        >>> case = StepCase("linear_cross_entropy", (8192, 4096, 128256), 2, "bfloat16", layers=8)
+        >>> case = StepCase("linear_cross_entropy", (8192, 4096, 128256), 2, "bfloat16", (), True, layers=8)
         >>> str(case), f"{case.parameters:.2e}"
         ('8192x4096 -> 128256, 8 layers', '2.66e+09')
     """
@@ -27,6 +28,7 @@ class StepCase(HeadCase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_names("function of a training step", [self.operation], ["linear_cross_entropy"])
         if self.rows > LENGTH and self.rows % LENGTH:
             raise ValueError(f"a step needs a multiple of {LENGTH} tokens, or fewer, got {self.rows}")
 

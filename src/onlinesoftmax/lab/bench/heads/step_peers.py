@@ -7,7 +7,7 @@ from typing import Any
 
 from ..cases import Case
 from ..peers import Compiled, Peer
-from .peers import Cut, LigerHead, QuackHead
+from .peers import CutExact, LigerHead, QuackHead
 
 Function = Callable[..., Any]
 
@@ -41,7 +41,7 @@ class OursCompiled(OursStep):
 
 
 class OursOnLogits(Step):
-    """Our function on the logits, which their gradient overwrites."""
+    """Our function on the logits; the gradient is written into their memory."""
 
     name, module, ours = "ours-logits", "onlinesoftmax", True
 
@@ -88,13 +88,13 @@ class QuackStep(QuackHead):
     prepare, compiled = QuackHead.function, False
 
 
-class CutStep(Cut):
-    """cut-cross-entropy."""
+class CutStep(CutExact):
+    """cut-cross-entropy with all gradients."""
 
-    prepare, compiled = Cut.function, False
+    prepare, compiled = CutExact.function, False
 
 
 STEP_PEERS: dict[str, type[Peer]] = {
     peer.name: peer for peer in (OursCompiled, OursOnLogits, TorchStep, CompiledStep, LigerStep, QuackStep, CutStep)
 }
-"""The ways beside ours without logits, by their names on the command line."""
+"""The ways other than OursStep, by their names on the command line."""
