@@ -180,22 +180,23 @@ def matrix_rate(device: Device, itemsize: int) -> float | None:
 
 
 def known(name: str) -> Device:
-    """Return a device of the table by its name; case, spaces, "-" and "_" do not matter.
+    """Return a device of the table by its name, or by a driver's name; case, spaces, "-" and "_" do not matter.
 
     Raises:
         ValueError: no device has this name; the message lists the table, and says how to plan for others.
 
     Example:
-        >>> known("RTX 4090").arch
-        'sm_89'
+        >>> known("RTX 4090").arch, known("NVIDIA GeForce RTX 4090").arch
+        ('sm_89', 'sm_89')
     """
     key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
-    if key not in KNOWN:
+    found = KNOWN.get(key) or model_of(name)
+    if found is None:
         raise ValueError(
             f"unknown device {name!r}; known devices: {', '.join(KNOWN)}; for another GPU, leave the device out on a "
             "machine that has it, where `onlinesoftmax tune` measures its plans"
         )
-    return KNOWN[key]
+    return found
 
 
 def model_of(name: str) -> Device | None:
