@@ -205,6 +205,13 @@ def test_logits_before_the_seed_are_named() -> None:
             osj.verify(np.zeros((2, 3, 5), "float32"), seed, jnp.zeros((2, 2), int))
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_the_words_of_a_key_without_a_type_are_no_seeds(rows: int) -> None:
+    with pytest.raises(TypeError, match=r"the two words of a jax\.random\.PRNGKey"):
+        osj.sample(jax.random.PRNGKey(7), jnp.zeros((rows, 4)))
+    assert osj.sample(np.arange(2), jnp.zeros((2, 4))).token.shape == (2,)
+
+
 def test_wrong_shapes_are_named() -> None:
     with pytest.raises(ValueError, match="draft_tokens has shape"):
         osj.verify(1, jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), int))

@@ -35,8 +35,8 @@ def sample(
     Args:
         seed: Integer from 0 to 2^63 - 1, or an array with one for each row; or a key of JAX, or one for each row.
             `jax.random.key(7)` gives the tokens of the seed 7: the last two words of a key are the high and the low
-            half of the seed.  The words of `jax.random.PRNGKey`, which have no type of their own, are taken for two
-            seeds.  Equal rows with one seed get the same token, so give each row its own, or its own offset.
+            half of the seed.  The two words of a `jax.random.PRNGKey`, which could be the seeds of two rows, are an
+            error.  Equal rows with one seed get the same token, so give each row its own, or its own offset.
         logits: Floating-point array of any shape.
         temperature: Divisor of the scores; 0 for the largest score, of equal ones that with the lowest token id.  This
             and each of the following is a number, or an array that broadcasts to the shape of the rows.

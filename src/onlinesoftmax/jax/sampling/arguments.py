@@ -82,6 +82,11 @@ def _with_axes(value: Array, rows: tuple[int, ...]) -> Array | Words:
 
 def checked_seed(name: str, rows: tuple[int, ...], seed: Any) -> Array | Words:
     """The seed: an integer, integers of the rows, or keys of JAX, of which the last two words are the seed."""
+    if array_kind(seed) in ("numpy", "jax") and seed.dtype == np.uint32 and seed.shape == (2,):
+        raise TypeError(
+            f"{name}: seed is the two words of a jax.random.PRNGKey, or seeds of two rows: call jax.random.key for a "
+            "key, or give the seeds as a NumPy array of int64"
+        )
     if array_kind(seed) != "jax" or not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         return checked_of_rows(name, rows, "seed", seed, "int64", 0, LARGEST_INT64)
     if not broadcasts(seed.shape, rows):
