@@ -15,7 +15,7 @@ MOST_KINDS = 4096
 
 
 class Kind(NamedTuple):
-    """What a plan is made for.
+    """A kind of call, for which plans are made.
 
     Attributes:
         operation: Name of an operation, or of a public function.

@@ -54,7 +54,7 @@ def run(call: Signature, operands: Mapping[str, Array], task: Task, plan: Plan, 
         for output in task.written
         for dtype in (jnp.dtype(task.dtypes[output.name]),)
     }
-    # As results, the mailboxes are memory of this call alone.  XLA has no 64-bit types by default.
+    # The mailboxes are results, and so memory of this call alone.  XLA has no 64-bit types by default.
     mail = arguments.mail_words(request)
     boxes = [jax.ShapeDtypeStruct((2 * words,), jnp.int32) for words in mail.values()]
     register()

@@ -173,7 +173,7 @@ class Handler:
         self._load, self._has_stream = load, has_stream
         self._loaded: dict[tuple[bytes, int], Start] = {}
         self._apis: dict[int, _Api] = {}
-        # Of each device: loading may wait for the device, and another one must not wait with it.
+        # Loading may wait for its device, and another device must not wait with it: each has a lock.
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
         self.callback = ctypes.CFUNCTYPE(c_void_p, c_void_p)(self._called)
 
