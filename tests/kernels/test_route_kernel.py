@@ -13,7 +13,7 @@ from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.routing import reference
-from onlinesoftmax.routing.kernels import cuda, gradient, source
+from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
 from onlinesoftmax.routing.results import Routed
 from onlinesoftmax.routing.rules import Call, Gradients, checked_rule
 
@@ -35,7 +35,7 @@ def simulated(call: Call, folder: Path, parts: int) -> Routed:
     x, rule, count = call.x, call.rule, len(call.x)
     dtype = str(x.dtype).removeprefix("torch.")
     tokens = call.tokens
-    shape = source.shape_of(rule, dtype, cuda.width_of(x), cuda.flags_of(call), tokens, call.sequences, KNOWN["h100"])
+    shape = source.shape_of(rule, dtype, cuda.width_of(x), source.flags_of(call), tokens, call.sequences, KNOWN["h100"])
     assert shape is not None
     shape = shape._replace(threads=max(shape.team, 32))
     out = {
@@ -194,7 +194,7 @@ def test_gradients(score: str, renormalize: bool, given: str, folder: Path) -> N
 def test_the_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     call = a_call(logits(1, 256), 8)
-    shape = source.shape_of(call.rule, "float32", 4, cuda.flags_of(call), 1000, 1, KNOWN["h100"])
+    shape = source.shape_of(call.rule, "float32", 4, source.flags_of(call), 1000, 1, KNOWN["h100"])
     assert shape is not None
     backward = gradient.shape_of(call.rule, "float32", 4, frozenset(gradient.FLAGS))
     for text in (source.source(shape), gradient.source(backward)):
@@ -234,7 +234,7 @@ def gpu_equals_cpu(call: Call) -> None:
     noise = [
         t if t is None else torch.randn(t.shape, generator=generator) for t in (want.weights, want.prob_sums, want.lse)
     ]
-    dx = gradient.gradient(on_gpu(call), got, Gradients(*(None if t is None else t.cuda() for t in noise)))
+    dx = gradient_launch.gradient(on_gpu(call), got, Gradients(*(None if t is None else t.cuda() for t in noise)))
     assert dx is not None
     near(dx, reference.gradient(call, want, Gradients(*noise)), ERRORS.get(call.x.dtype, 1e-5))
 
@@ -265,7 +265,7 @@ def test_a_gpu_takes_more_logits_than_int32_counts() -> None:
     got = cuda.route(call)
     assert got is not None
     assert int(got.counts.sum()) == 8 * tokens
-    dx = gradient.gradient(call, got, Gradients(torch.ones_like(got.weights), None, torch.ones_like(got.lse)))
+    dx = gradient_launch.gradient(call, got, Gradients(torch.ones_like(got.weights), None, torch.ones_like(got.lse)))
     last = a_call(x[-100:].cpu(), 8)
     want = reference.found_at(last, reference.choose(last))
     assert torch.equal(got.indices[-100:].cpu(), want.indices)

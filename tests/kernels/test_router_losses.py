@@ -14,6 +14,7 @@ from cuda_simulator import simulate_sample
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.routing import loss_run, losses
 from onlinesoftmax.routing.kernels import losses as kernels
+from onlinesoftmax.routing.kernels import losses_launch
 
 Tensor = torch.Tensor
 
@@ -22,7 +23,7 @@ def simulated(counts: Tensor, values: Tensor, factor: float, z_loss: bool, folde
     """What the kernel writes."""
     found, slopes = torch.full((), -5.0), torch.full((1,) if z_loss else values.shape, -5.0)
     pointers = [t.data_ptr() for t in (counts, values, found, slopes)]
-    fields = np.array([*pointers, *kernels.numbers_of(counts, values, factor)], np.int64)
+    fields = np.array([*pointers, *losses_launch.numbers_of(counts, values, factor)], np.int64)
     simulate_sample(kernels.Shape(z_loss, 64), fields, 1, folder, kernels)
     return found, slopes
 
@@ -39,7 +40,7 @@ def test_losses_and_their_gradients(
     sequences: int, tokens: int, experts: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the host, in the place of the launch."""
-    monkeypatch.setattr(kernels, "loss", lambda *given: simulated(*given, folder))
+    monkeypatch.setattr(losses_launch, "loss", lambda *given: simulated(*given, folder))
 
     def by_kernel(values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor:
         found: Tensor = loss_run._Loss.apply(values, counts.int().contiguous(), factor, z_loss)

@@ -15,7 +15,7 @@ import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import source, unfiltered
+from onlinesoftmax.sampling.kernels import source, unfiltered_launch
 
 Tensor = torch.Tensor
 
@@ -28,7 +28,7 @@ EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
 def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    aligned = unfiltered.is_aligned(x)
+    aligned = unfiltered_launch.is_aligned(x)
     # Shared memory holds the slices of several blocks.
     tiles = -(-source.slice_of(cols, cluster) // (512 * source.TOKENS)) if aligned and cluster > 1 else 0
     shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, 512, 2, aligned, tiles)

@@ -13,7 +13,7 @@ import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import source, topk, unfiltered
+from onlinesoftmax.sampling.kernels import source, topk, unfiltered_launch
 
 Tensor = torch.Tensor
 
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 def simulated(x: Tensor, k: int, target: Tensor | None, cluster: int, folder: Path, **shape: int) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    dtype, aligned = str(x.dtype).removeprefix("torch."), unfiltered.is_aligned(x)
+    dtype, aligned = str(x.dtype).removeprefix("torch."), unfiltered_launch.is_aligned(x)
     of = topk.Shape(dtype, cluster, 128, aligned, target is not None, topk.FEW if k <= topk.FEW else topk.MOST)
     of = of._replace(**shape)
     out = {name: torch.full((rows, k), -5.0) for name in ("values", "logprobs")}

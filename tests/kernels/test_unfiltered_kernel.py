@@ -14,7 +14,7 @@ import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import choice, source, unfiltered
+from onlinesoftmax.sampling.kernels import choice, source, unfiltered, unfiltered_launch
 
 Tensor = torch.Tensor
 
@@ -25,7 +25,9 @@ THREADS = 64
 def simulated(x: Tensor, cluster: int, folder: Path, raw: bool, **given: Tensor) -> dict[str, Tensor]:
     """What the kernel writes, by name."""
     rows, cols = x.shape
-    shape = unfiltered.Shape(str(x.dtype).removeprefix("torch."), cluster, THREADS, unfiltered.is_aligned(x), raw)
+    shape = unfiltered.Shape(
+        str(x.dtype).removeprefix("torch."), cluster, THREADS, unfiltered_launch.is_aligned(x), raw
+    )
     whole, real = torch.int64, torch.float32
     out = {"token": whole, "logprob": real, "lse": real, "kept": whole, "valid": torch.bool}
     memory = {"x": x, **given} | {name: torch.full((rows,), 77, dtype=dtype) for name, dtype in out.items()}

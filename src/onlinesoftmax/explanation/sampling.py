@@ -9,6 +9,7 @@ from ..core.device import Device
 from ..core.task import ITEMSIZE
 from ..core.units import duration, size
 from ..kernels import registry
+from ..sampling.kernels import unfiltered
 from ..sampling.kernels.choice import is_unfiltered, refusal
 from ..sampling.kernels.source import MOST_TOP, shape_of
 from .rows import described, sizes_of
@@ -221,9 +222,6 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
     if reason := refusal(problem.dtype, rows, problem.adjacent, device):
         return reason
     if is_unfiltered(bool(filters), top):
-        # It imports CUDA's launches.
-        from ..sampling.kernels import unfiltered
-
         shape = unfiltered.shape_of(rows, tokens, problem.dtype, True, False, device)
         return Kernel(UNFILTERED, shape.cluster, shape.threads, "one read of the logits, of which nothing is held")
     if top > MOST_TOP:

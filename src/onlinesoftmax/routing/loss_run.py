@@ -24,9 +24,9 @@ def fused(values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor
         return None
     # PyTorch's sums of counts are int64.
     counts = counts.int()
-    from .kernels import losses
+    from .kernels import losses_launch
 
-    if not losses.takes(counts, values):
+    if not losses_launch.takes(counts, values):
         return None
     found: Tensor = _Loss.apply(values, counts, factor, z_loss)
     return found
@@ -37,9 +37,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor:
-        from .kernels import losses
+        from .kernels import losses_launch
 
-        found, slopes = losses.loss(counts, values, factor, z_loss)
+        found, slopes = losses_launch.loss(counts, values, factor, z_loss)
         ctx.z_loss = z_loss
         ctx.save_for_backward(slopes, *([values] if z_loss else []))
         return found

@@ -94,9 +94,9 @@ def _gradient_by_kernel(call: Call, found: Routed, given: Gradients) -> Tensor |
     """The gradient of a call by a kernel; None where none takes the call."""
     if not _has_kernels(call.x):
         return None
-    from .kernels import gradient
+    from .kernels import gradient_launch
 
-    return gradient.gradient(call, found, given)
+    return gradient_launch.gradient(call, found, given)
 
 
 def _has_kernels(x: Tensor) -> bool:

@@ -69,9 +69,9 @@ def prepare(x: Any, operands: tuple[Any, ...], arguments: tuple[Any, ...], raw: 
             return False
     if rows.data_ptr() != x.data_ptr():
         return False
-    from .kernels import unfiltered
+    from .kernels import unfiltered_launch
 
-    run = unfiltered.bind(rows, shape, raw)
+    run = unfiltered_launch.bind(rows, shape, raw)
     if run is not None:
         keep(PREPARED_CALLS, key, run)
     return run is not None
@@ -93,9 +93,9 @@ def prepare_topk(logits: Logits, k: int, target: Tensor | None, dim: int) -> boo
     rows = in_rows(x, logits.dim)
     if rows.data_ptr() != x.data_ptr():
         return False
-    from .kernels import topk
+    from .kernels import topk_launch
 
-    run = topk.bind(rows, logits.rows, k, logits.dim, target is not None)
+    run = topk_launch.bind(rows, logits.rows, k, logits.dim, target is not None)
     if run is None:
         return False
     how = How(logits._replace(x=None), k, run)

@@ -114,11 +114,11 @@ def found_of(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     """The results of `topk_logprobs` without a gradient."""
     x, dim = logits.x, logits.dim
     if _has_kernels(x):
-        from .kernels import topk
+        from .kernels import topk_launch
 
         rows = in_rows(x, dim) if logits.options.plain else logits.scores()
         rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        run = topk.bind(rows, logits.rows, k, dim, target is not None)
+        run = topk_launch.bind(rows, logits.rows, k, dim, target is not None)
         if run is not None:
             return run(rows, None if target is None else target.long().contiguous())
     z = in_rows(x, dim) if logits.options.plain else logits.scores()

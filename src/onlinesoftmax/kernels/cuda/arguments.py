@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ..request import Request
 from .messages import team_mail_words
 from .params import LOSS_MAIL, MAIL, POINTERS, REST, pack
@@ -9,6 +11,41 @@ from .source import blocks, loss_mail_words, places_of, shared_memory, sizes_of
 
 EMPTY = -1
 """Value of a word of a mailbox without a message, as in channel.cuh."""
+
+
+class OwnLaunch(NamedTuple):
+    """A launch of a kernel that an operation brings, still without tensors.
+
+    Its only parameter is a struct of 64-bit fields: the addresses of tensors, 0 for one that is not given, and numbers.
+
+    Attributes:
+        text, name: Source and name of the kernel.
+        pointers: Names of the tensors, in the order of the struct.
+        numbers: The numbers, which follow the pointers.
+        blocks, threads: Blocks of the launch, and threads of a block.
+        dynamic: Bytes of dynamic shared memory of a block.
+        cluster: Blocks of a cluster.
+    """
+
+    text: str
+    name: str
+    pointers: tuple[str, ...]
+    numbers: tuple[int, ...]
+    blocks: int
+    threads: int
+    dynamic: int = 0
+    cluster: int = 1
+
+    @property
+    def configuration(self) -> tuple[int, int, int, int, int, bool]:
+        """The arguments of `driver.launch_config`."""
+        return self.blocks, 1, self.threads, self.dynamic, self.cluster, False
+
+    @property
+    def values(self) -> bytes:
+        """The parameter, with zeros for the addresses."""
+        fields = (*[0] * len(self.pointers), *self.numbers)
+        return b"".join(field.to_bytes(8, "little", signed=field < 0) for field in fields)
 
 
 def configuration(request: Request) -> tuple[int, int, int, int, int, bool]:

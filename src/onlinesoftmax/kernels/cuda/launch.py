@@ -5,7 +5,7 @@ A kernel has one parameter, the struct `Params`, which params.py lays out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -155,22 +155,12 @@ _WORDS: dict[tuple[int | str, int, int, int], torch.Tensor] = {}
 """Results of `words_of_stream`."""
 
 
-def argument_pool(
-    text: str, name: str, pointers: int, numbers: Sequence[int], blocks: int, threads: int, dynamic: int
-) -> driver.ArgumentPool:
-    """Arguments of launches of a kernel whose parameter has pointers, which each call fills in, and then `numbers`.
-
-    Args:
-        text, name: Source and name of the kernel.
-        pointers: Number of its pointers.
-        numbers: What follows them, in all calls.
-        blocks, threads, dynamic: Blocks, threads of each, and bytes of its dynamic shared memory.
-    """
+def argument_pool(launch: arguments.OwnLaunch) -> driver.ArgumentPool:
+    """Arguments of launches of a kernel that an operation brings; each call fills in its tensors."""
+    values, config = launch.values, launch.configuration
 
     def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(blocks, 1, threads, dynamic, 1, False)
-        call = driver.Arguments(bytes(8 * (pointers + len(numbers))), config, loaded(text, name, index, dynamic, 1))
-        call.fields[pointers:] = list(numbers)
-        return call
+        kernel = loaded(launch.text, launch.name, index, launch.dynamic, launch.cluster)
+        return driver.Arguments(values, driver.launch_config(*config), kernel)
 
     return driver.ArgumentPool(new_call)

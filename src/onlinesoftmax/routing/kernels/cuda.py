@@ -1,4 +1,4 @@
-"""The launches of route.cuh and gradient.cuh."""
+"""The launch of route.cuh."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
 from ..rules import Call, Rule, Score
-from .source import MOST_TOKENS, NAME, POINTERS, Shape, dynamic_bytes, numbers_of, parts_of, shape_of, source
+from .source import MOST_TOKENS, Shape, flags_of, launch_of, parts_of, shape_of, words_of
 
 Tensor = torch.Tensor
 
@@ -84,19 +84,6 @@ def width_of(x: Tensor) -> int:
     return min(16 // size, number & -number)
 
 
-def flags_of(call: Call) -> frozenset[str]:
-    """The constants of a call's kernel that are true."""
-    rule = call.rule
-    given = {
-        "HAS_BIAS": call.bias is not None, "MASKED": call.mask is not None, "REPLAY": call.indices is not None,
-        "GROUPED": rule.groups > 1, "SCORED_GROUPS": rule.group_top > 1, "COUNTS": call.counts,
-        "PROB_SUMS": call.prob_sums,
-    }  # fmt: skip
-    if call.indices is not None:
-        given |= {"GROUPED": False, "SCORED_GROUPS": False}
-    return frozenset(name for name, holds in given.items() if holds)
-
-
 @lru_cache(MOST_ENTRIES)
 def _run_of(
     rule: Rule, dtype: str, width: int, flags: frozenset[str], count: int, stride: int, sequences: int, index: int
@@ -121,14 +108,12 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
     """
     tokens, experts, k = count // sequences, rule.experts, rule.k
     parts = parts_of(shape, tokens, sequences, from_torch("cuda", index))
-    dynamic = dynamic_bytes(shape, rule)
-    numbers = numbers_of(shape, rule, stride, tokens, parts)
     sums = "COUNTS" in shape.flags, "PROB_SUMS" in shape.flags
-    words = sequences * (sum(sums) * experts + 1) if parts > 1 and any(sums) else 0
+    words = words_of(shape, rule, sequences, parts)
     words = 1 << (words - 1).bit_length() if words else 0
     stream_of, launch = torch._C._cuda_getCurrentRawStream, driver.library().cuLaunchKernelEx
 
-    pool = argument_pool(source(shape), NAME, len(POINTERS), numbers, sequences * parts, shape.threads, dynamic)
+    pool = argument_pool(launch_of(shape, rule, stride, tokens, sequences, parts))
 
     def run(x: Tensor, bias: Tensor | None, mask: Tensor | None, indices: Tensor | None) -> Routed:
         if torch.cuda.current_device() != index:

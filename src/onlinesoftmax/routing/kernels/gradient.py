@@ -1,26 +1,15 @@
-"""The source and the launch of gradient.cuh: the gradient of the logits of a routing."""
+"""The source of gradient.cuh: the gradient of the logits of a routing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
-import torch
-
-from ...core.plan_log import Kind, note_plan
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...core.device import Device
+from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
-from ...sampling.kernels.choice import refusal
-from ...torch.device import from_torch
-from ...torch.fast_path import MOST_ENTRIES
-from ..results import Routed
 from ..rules import Call, Gradients, Rule, Score
-from .cuda import adjacent, dtype_of, width_of
-from .source import MOST_ITEMS, MOST_TOKENS, SHARED, THREADS, bits_of, constants_of_weights, team_of
-
-Tensor = torch.Tensor
+from .source import MOST_ITEMS, SHARED, THREADS, bits_of, constants_of_weights, team_of
 
 NAME = "route_gradient_kernel"
 
@@ -113,57 +102,16 @@ def numbers_of(rule: Rule, stride: int, tokens: int, parts: int) -> tuple[int, .
     return stride, tokens, rule.experts, parts, bits_of(rule.scale)
 
 
-def gradient(call: Call, found: Routed, given: Gradients) -> Tensor | None:
-    """The gradient of the logits of a call on a GPU, as reference.gradient; None if no kernel takes it."""
-    x = adjacent(call.x)
-    index = x.get_device()
-    if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) > MOST_TOKENS:
-        return None
-    given = Gradients(*(None if t is None else t.contiguous() for t in given))
-    width = width_of(x)
-    if given.prob_sums is not None and given.prob_sums.data_ptr() % 16:
-        width = 1
-    flags = flags_of(call, given)
-    run = _run_of(call.rule, dtype_of(x), width, flags, len(x), x.stride(0), call.sequences, index)
-    return run(call._replace(x=x), found, given)
+def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int, device: Device) -> OwnLaunch:
+    """The launch of a kernel.
 
-
-Run = Callable[[Call, Routed, Gradients], Tensor]
-
-
-@lru_cache(MOST_ENTRIES)
-def _run_of(
-    rule: Rule, dtype: str, width: int, flags: frozenset[str], count: int, stride: int, sequences: int, index: int
-) -> Run:  # fmt: skip
-    """`gradient` of calls with these properties."""
-    shape = shape_of(rule, dtype, width, flags)
-    plan = f"gradient.cuh, {shape.team} of {shape.threads} threads for a token"
-    note_plan(Kind("route_backward", (count, rule.experts), dtype, f"cuda:{index}"), plan, f"k is {rule.k}")
-    return bind(shape, rule, count, stride, sequences, index)
-
-
-def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:
-    """`gradient` by a kernel; the arguments are those of cuda.bind."""
-    tokens = count // sequences
-    places = from_torch("cuda", index).multiprocessors * shape.resident
+    Args:
+        shape, rule: The kernel, and the rule of the call.
+        stride: Distance of the rows of the logits.
+        tokens, sequences: Number of tokens of a sequence, and of sequences.
+        device: Where the kernel is to run.
+    """
+    places = device.multiprocessors * shape.resident
     parts = max(1, min(-(-tokens // shape.teams), places // sequences))
-    numbers, dynamic = numbers_of(rule, stride, tokens, parts), shape.dynamic_bytes
-
-    pool = argument_pool(source(shape), NAME, len(POINTERS), numbers, sequences * parts, shape.threads, dynamic)
-
-    def run(call: Call, found: Routed, given: Gradients) -> Tensor:
-        if torch.cuda.current_device() != index:
-            # The default stream is that of the current device.
-            with torch.cuda.device(index):
-                return run(call, found, given)
-        dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-        launch = pool.take(index)
-        operands = (call.x, call.bias, found.indices, found.lse, given.weights, given.prob_sums, given.lse, dx)
-        for i, t in enumerate(operands):
-            launch.fields[i] = 0 if t is None else t.data_ptr()
-        launch.config.stream = torch._C._cuda_getCurrentRawStream(index)
-        driver.launch(launch, index, "launching route_gradient_kernel")
-        pool.give_back(launch)
-        return dx
-
-    return run
+    numbers = numbers_of(rule, stride, tokens, parts)
+    return OwnLaunch(source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, shape.dynamic_bytes)

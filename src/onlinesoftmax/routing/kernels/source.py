@@ -1,4 +1,4 @@
-"""The source of route.cuh and gradient.cuh, and how many lanes share a token."""
+"""The source of route.cuh, and how many lanes share a token."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from ...core.device import Device
 from ...kernels import cuda
+from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
 from ...sampling import kernels as sampling
 from ...sampling.kernels.source import constants_of
-from ..rules import Rule, Score
+from ..rules import Call, Rule, Score
 from ..selection import HALF_LOG
 
 NAME = "route_kernel"
@@ -107,6 +108,19 @@ FLAGS = ("HAS_BIAS", "MASKED", "REPLAY", "GROUPED", "SCORED_GROUPS", "COUNTS", "
 of scores, not of logits."""
 
 
+def flags_of(call: Call) -> frozenset[str]:
+    """The constants of a call's kernel that are true."""
+    rule = call.rule
+    given = {
+        "HAS_BIAS": call.bias is not None, "MASKED": call.mask is not None, "REPLAY": call.indices is not None,
+        "GROUPED": rule.groups > 1, "SCORED_GROUPS": rule.group_top > 1, "COUNTS": call.counts,
+        "PROB_SUMS": call.prob_sums,
+    }  # fmt: skip
+    if call.indices is not None:
+        given |= {"GROUPED": False, "SCORED_GROUPS": False}
+    return frozenset(name for name, holds in given.items() if holds)
+
+
 def shape_of(
     rule: Rule, dtype: str, width: int, flags: frozenset[str], tokens: int, sequences: int, device: Device
 ) -> Shape | None:
@@ -194,6 +208,20 @@ def numbers_of(shape: Shape, rule: Rule, stride: int, tokens: int, parts: int) -
         "scale_bits": bits_of(rule.scale), "unit_bits": bits_of(unit),
     }  # fmt: skip
     return tuple(values[name] for name in NUMBERS)
+
+
+def words_of(shape: Shape, rule: Rule, sequences: int, parts: int) -> int:
+    """64-bit words by which the blocks of a sequence add up its counts; 0 before and after a launch."""
+    sums = len(shape.flags & {"COUNTS", "PROB_SUMS"})
+    return sequences * (sums * rule.experts + 1) if parts > 1 and sums else 0
+
+
+def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int, parts: int) -> OwnLaunch:
+    """The launch of a kernel; the arguments are those of `numbers_of`, and the number of sequences."""
+    numbers = numbers_of(shape, rule, stride, tokens, parts)
+    return OwnLaunch(
+        source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, dynamic_bytes(shape, rule)
+    )  # fmt: skip
 
 
 def bits_of(x: float) -> int:

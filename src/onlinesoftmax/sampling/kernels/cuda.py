@@ -8,14 +8,14 @@ import torch
 
 from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
-from ...kernels.cuda.launch import loaded
+from ...kernels.cuda.launch import argument_pool
 from ...torch.device import from_torch
 from ...torch.small_kernels import on_device
 from ..results import Sampled
 from ..rules import Parameters
-from . import unfiltered
+from . import unfiltered_launch
 from .choice import is_unfiltered, refusal
-from .source import MOST_TOP, NAME, NUMBERS, POINTERS, Shape, shape_of, slice_of, source
+from .source import MOST_TOP, NUMBERS, POINTERS, Shape, launch_of, shape_of, slice_of
 
 Tensor = torch.Tensor
 
@@ -28,14 +28,14 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         parameters, seed, offset, raw, top: As for `sample` in run.py.
     """
     if is_unfiltered(parameters.filters, top):
-        run = unfiltered.bind(scores, (len(scores),), raw)
+        run = unfiltered_launch.bind(scores, (len(scores),), raw)
         return None if run is None else run(scores, parameters.temperature, seed, offset)
     rows, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
     device = from_torch("cuda", index)
     if refusal(dtype, rows, scores.stride(1) == 1, device) or top > MOST_TOP:
         return None
-    shape = shape_of(rows, cols, dtype, unfiltered.is_aligned(scores), device)
+    shape = shape_of(rows, cols, dtype, unfiltered_launch.is_aligned(scores), device)
     if shape is None:
         return None
     plan = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row"
@@ -67,12 +67,6 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
 
 
 @cache
-def _pool(shape: Shape, index: int) -> driver.ArgumentPool:
-    """The arguments of launches."""
-
-    def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(1, 1, shape.threads, shape.dynamic_bytes, shape.cluster, False)
-        kernel = loaded(source(shape), NAME, index, shape.dynamic_bytes, shape.cluster)
-        return driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
-
-    return driver.ArgumentPool(new_call)
+def _pool(shape: Shape, _: int) -> driver.ArgumentPool:
+    """The arguments of launches on the device of a number; each of them fills in its blocks and its numbers."""
+    return argument_pool(launch_of(shape, 1, (0,) * len(NUMBERS)))

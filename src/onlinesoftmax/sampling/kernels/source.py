@@ -10,6 +10,7 @@ from ...core.device import Device
 from ...core.options import LARGEST_FLOAT32
 from ...core.task import ITEMSIZE
 from ...kernels import cuda
+from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import declarations, program, typed
 from ..masses import MASS_BITS, POWER_OF_TWO
 from ..philox import ROUNDS
@@ -142,6 +143,13 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
 def source(shape: Shape) -> str:
     """The source of a kernel."""
     return program(prologue(shape), *FILES)
+
+
+def launch_of(shape: Shape, rows: int, numbers: tuple[int, ...]) -> OwnLaunch:
+    """The launch of a kernel on rows; `numbers` in the order of NUMBERS."""
+    return OwnLaunch(
+        source(shape), NAME, POINTERS, numbers, rows * shape.cluster, shape.threads, shape.dynamic_bytes, shape.cluster
+    )
 
 
 def prologue(shape: Shape) -> str:

@@ -1,30 +1,16 @@
-"""The source and the launch of topk.cuh: the largest scores of each row with their log-probabilities."""
+"""The source of topk.cuh: the largest scores of each row with their log-probabilities."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import NamedTuple
 
-import torch
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
-
 from ...core.device import Device
-from ...core.plan_log import Kind, note_plan
 from ...kernels import cuda
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import loaded
+from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
-from ...torch.device import from_torch
-from ...torch.fast_path import MOST_ENTRIES
-from ..results import TopLogprobs
-from .choice import refusal
 from .source import constants_of, slice_of
 from .stream import STAGES, TOKENS, stream_bytes
-from .unfiltered import is_aligned
-
-Tensor = torch.Tensor
 
 NAME = "topk_kernel"
 
@@ -128,75 +114,8 @@ def prologue(shape: Shape) -> str:
     return constants_of(shape.dtype, numbers)
 
 
-Run = Callable[[Tensor, Tensor | None], TopLogprobs]
-
-
-def bind(rows: Tensor, shape: tuple[int, ...], k: int, dim: int, with_target: bool) -> Run | None:
-    """The function run(x, target) that returns the results; None if the kernel does not take the rows.
-
-    x has its rows where `rows` has them; the target is contiguous and int64, or None.
-
-    Args:
-        rows: Scores (rows, tokens) on a GPU.
-        shape: Shape of the rows.
-        k: Number of tokens to list.
-        dim: Where the dimension of the tokens lies among those of the rows.
-        with_target: True where a target is given.
-    """
-    (count, cols), index, dtype = rows.shape, rows.get_device(), str(rows.dtype).removeprefix("torch.")
-    device = from_torch("cuda", index)
-    if k > MOST or cols >= 1 << 31 or refusal(dtype, count, rows.stride(1) == 1, device):
-        return None
-    kernel = shape_of(count, cols, k, dtype, is_aligned(rows), with_target, device)
-    if kernel is None or count * kernel.cluster >= 1 << 31:
-        return None
-    return _bound(kernel, shape, count, (rows.stride(0), cols, slice_of(cols, kernel.cluster), k), dim, index)
-
-
-@lru_cache(MOST_ENTRIES)
-def _bound(
-    shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, ...], dim: int, index: int
-) -> Run:  # fmt: skip
-    """`bind` of rows with these numbers, in the order of NUMBERS."""
-    kind = Kind("topk_logprobs", (count, numbers[1]), shape.dtype, f"cuda:{index}")
-    note_plan(kind, f"topk.cuh, {shape.cluster} x {shape.threads} threads for a row", f"k is {numbers[-1]}")
-    listed = (*rows, numbers[-1])
-    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
-    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    launch, dynamic, last = driver.library().cuLaunchKernelEx, shape.dynamic_bytes, dim == len(rows)
-
-    def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(count * shape.cluster, 1, shape.threads, dynamic, shape.cluster, False)
-        kernel = loaded(source(shape), NAME, index, dynamic, shape.cluster)
-        call = driver.Arguments(bytes(8 * (len(POINTERS) + len(NUMBERS))), config, kernel)
-        call.fields[len(POINTERS) :] = list(numbers)
-        return call
-
-    pool = driver.ArgumentPool(new_call)
-    # This allocation takes half the host time of torch.empty.
-    take, give_back, new, real, whole = pool.take, pool.give_back, _empty_strided_cuda, torch.float32, torch.int64
-
-    def run(x: Tensor, target: Tensor | None) -> TopLogprobs:
-        if current_device() != index:
-            # The default stream is that of the current device.
-            with torch.cuda.device(index):
-                return run(x, target)
-        values, logprobs = new(listed, list_steps, real), new(listed, list_steps, real)
-        indices, lse, own, rank = new(listed, list_steps, whole), new(rows, steps, real), None, None
-        call = take(index)
-        fields = call.fields
-        fields[0], fields[2], fields[3] = x.data_ptr(), values.data_ptr(), indices.data_ptr()
-        fields[4], fields[5] = logprobs.data_ptr(), lse.data_ptr()
-        if target is not None:
-            own, rank = new(rows, steps, real), new(rows, steps, whole)
-            fields[1], fields[6], fields[7] = target.data_ptr(), own.data_ptr(), rank.data_ptr()
-        call.config.stream = stream_of(index)
-        status = launch(*call.addresses)
-        if status:
-            driver.check(driver.retry_with_context(status, call.addresses, index), "launching topk_kernel")
-        give_back(call)
-        if not last:
-            values, indices, logprobs = values.movedim(-1, dim), indices.movedim(-1, dim), logprobs.movedim(-1, dim)
-        return TopLogprobs(values, indices, logprobs, own, rank, lse)
-
-    return run
+def launch_of(shape: Shape, rows: int, numbers: tuple[int, ...]) -> OwnLaunch:
+    """The launch of a kernel on rows; `numbers` in the order of NUMBERS."""
+    return OwnLaunch(
+        source(shape), NAME, POINTERS, numbers, rows * shape.cluster, shape.threads, shape.dynamic_bytes, shape.cluster
+    )

@@ -1,0 +1,74 @@
+"""The launch of gradient.cuh: the gradient of the logits of a routing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from ...core.plan_log import Kind, note_plan
+from ...kernels.cuda import driver
+from ...kernels.cuda.launch import argument_pool
+from ...sampling.kernels.choice import refusal
+from ...torch.device import from_torch
+from ...torch.fast_path import MOST_ENTRIES
+from ..results import Routed
+from ..rules import Call, Gradients, Rule
+from .cuda import adjacent, dtype_of, width_of
+from .gradient import Shape, flags_of, launch_of, shape_of
+from .source import MOST_TOKENS
+
+Tensor = torch.Tensor
+
+
+def gradient(call: Call, found: Routed, given: Gradients) -> Tensor | None:
+    """The gradient of the logits of a call on a GPU, as reference.gradient; None if no kernel takes it."""
+    x = adjacent(call.x)
+    index = x.get_device()
+    if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) > MOST_TOKENS:
+        return None
+    given = Gradients(*(None if t is None else t.contiguous() for t in given))
+    width = width_of(x)
+    if given.prob_sums is not None and given.prob_sums.data_ptr() % 16:
+        width = 1
+    flags = flags_of(call, given)
+    run = _run_of(call.rule, dtype_of(x), width, flags, len(x), x.stride(0), call.sequences, index)
+    return run(call._replace(x=x), found, given)
+
+
+Run = Callable[[Call, Routed, Gradients], Tensor]
+
+
+@lru_cache(MOST_ENTRIES)
+def _run_of(
+    rule: Rule, dtype: str, width: int, flags: frozenset[str], count: int, stride: int, sequences: int, index: int
+) -> Run:  # fmt: skip
+    """`gradient` of calls with these properties."""
+    shape = shape_of(rule, dtype, width, flags)
+    plan = f"gradient.cuh, {shape.team} of {shape.threads} threads for a token"
+    note_plan(Kind("route_backward", (count, rule.experts), dtype, f"cuda:{index}"), plan, f"k is {rule.k}")
+    return bind(shape, rule, count, stride, sequences, index)
+
+
+def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:
+    """`gradient` by a kernel; the arguments are those of cuda.bind."""
+    device = from_torch("cuda", index)
+    pool = argument_pool(launch_of(shape, rule, stride, count // sequences, sequences, device))
+
+    def run(call: Call, found: Routed, given: Gradients) -> Tensor:
+        if torch.cuda.current_device() != index:
+            # The default stream is that of the current device.
+            with torch.cuda.device(index):
+                return run(call, found, given)
+        dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+        launch = pool.take(index)
+        operands = (call.x, call.bias, found.indices, found.lse, given.weights, given.prob_sums, given.lse, dx)
+        for i, t in enumerate(operands):
+            launch.fields[i] = 0 if t is None else t.data_ptr()
+        launch.config.stream = torch._C._cuda_getCurrentRawStream(index)
+        driver.launch(launch, index, "launching route_gradient_kernel")
+        pool.give_back(launch)
+        return dx
+
+    return run

@@ -1,0 +1,67 @@
+"""The launch of losses.cuh: a loss of a router, and its derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from ...kernels.cuda import driver
+from ...kernels.cuda.launch import argument_pool
+from ...sampling.kernels.choice import refusal
+from ...torch.device import from_torch
+from ...torch.fast_path import MOST_ENTRIES
+from .losses import MOST_READ, POINTERS, Shape, launch_of
+from .source import bits_of
+
+Tensor = torch.Tensor
+
+
+def numbers_of(counts: Tensor, values: Tensor, factor: float) -> tuple[int, ...]:
+    """The numbers of a launch, in the order of NUMBERS."""
+    experts = counts.shape[-1]
+    return counts.numel() // experts, experts, values.numel(), bits_of(factor)
+
+
+def takes(counts: Tensor, values: Tensor) -> bool:
+    """True where the kernel takes contiguous counts and sums of probabilities or lse on a GPU."""
+    if refusal(str(values.dtype).removeprefix("torch."), values.numel(), True, from_torch("cuda", values.get_device())):
+        return False
+    few = max(counts.numel(), values.numel()) <= MOST_READ and counts.numel() > 0
+    return few and values.dtype == torch.float32 and counts.dtype == torch.int32 and not values.data_ptr() % 16
+
+
+def loss(counts: Tensor, values: Tensor, factor: float, z_loss: bool) -> tuple[Tensor, Tensor]:
+    """A loss, and its derivative: of the sums, or the number by which lse is multiplied.
+
+    Args:
+        counts: (..., experts) int32.
+        values: Sums of probabilities in the shape of counts, or lse.
+        factor: Factor of the loss: of load balancing, experts * k * parts; of the z-loss, k * parts.
+        z_loss: True for the z-loss.
+    """
+    shape = (1,) if z_loss else tuple(values.shape)
+    return _bound(z_loss, shape, numbers_of(counts, values, factor), values.get_device())(counts, values)
+
+
+@lru_cache(MOST_ENTRIES)
+def _bound(
+    z_loss: bool, shape: tuple[int, ...], numbers: tuple[int, ...], index: int
+) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
+    pool = argument_pool(launch_of(Shape(z_loss), numbers))
+
+    def run(counts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.cuda.current_device() != index:
+            # The default stream is that of the current device.
+            with torch.cuda.device(index):
+                return run(counts, values)
+        found, slopes = values.new_empty(()), values.new_empty(shape)
+        call = pool.take(index)
+        call.fields[: len(POINTERS)] = [t.data_ptr() for t in (counts, values, found, slopes)]
+        call.config.stream = torch._C._cuda_getCurrentRawStream(index)
+        driver.launch(call, index, "launching router_loss_kernel")
+        pool.give_back(call)
+        return found, slopes
+
+    return run
