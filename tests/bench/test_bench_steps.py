@@ -12,11 +12,11 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU, recorded, refused
 
-from onlinesoftmax.lab.bench.heads.step_cases import StepCase
-from onlinesoftmax.lab.bench.heads.step_peers import OursOnLogits, OursStep, TorchStep
+from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING, StepCase
+from onlinesoftmax.lab.bench.heads.step_peers import CLIP, OursOnLogits, OursStep, TorchStep, clipped
 from onlinesoftmax.lab.bench.heads.steps import make_batch, make_decoder, run_steps
 
-CASE = StepCase("linear_cross_entropy", (96, 32, 300), 2, "bfloat16", (), True, layers=1)
+CASES = [StepCase(name, (96, 32, 300), 2, "bfloat16", (), True, layers=1) for name in (TRAINING, POLICY)]
 
 
 class NoGradient(TorchStep):
@@ -27,19 +27,22 @@ class NoGradient(TorchStep):
     def prepare(self, case: Any) -> Any:
         """The loss, with a gradient of 0 for the head."""
         loss = super().prepare(case)
-        return lambda x, weight, target: loss(x, weight.detach(), target) + 0 * weight.sum()
+        return lambda x, weight, *given: loss(x, weight.detach(), *given) + 0 * weight.sum()
 
 
-def test_every_way_finds_the_loss_of_the_decoder() -> None:
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.operation)
+def test_every_way_finds_the_loss_of_the_decoder(case: StepCase) -> None:
     everybody = [OursStep("cpu"), OursOnLogits("cpu"), TorchStep("cpu"), NoGradient("cpu"), TorchStep("cpu")]
-    (found,) = run_steps([CASE], everybody, CPU, 1)
+    (found,) = run_steps([case], everybody, CPU, 1)
     assert [result.status for result in found.results] == ["ok", "ok", "ok", "wrong", "ok"]
     assert found.results[3].reason == "gradient of the head: error 1.0e+00, allowed 3.1e-02"
     assert all(result.times for result in found.results if result.status == "ok")
 
 
 def test_a_token_sees_no_later_one() -> None:
-    decoder, (tokens, target) = make_decoder(CASE, CPU), make_batch(CASE, CPU)
+    case = CASES[0]
+    decoder = make_decoder(case, CPU)
+    tokens, target, _ = make_batch(case, decoder, CPU)
     assert torch.equal(target[:-1], tokens.flatten()[1:])
     with torch.no_grad():
         before = decoder(tokens)
@@ -47,7 +50,7 @@ def test_a_token_sees_no_later_one() -> None:
         changed = (decoder(tokens) != before).any(1)
     assert changed[50]
     assert not changed[:50].any()
-    assert sum(weight.numel() for weight in decoder.parameters()) == pytest.approx(CASE.parameters, rel=0.01)
+    assert sum(weight.numel() for weight in decoder.parameters()) == pytest.approx(case.parameters, rel=0.01)
 
 
 def test_the_suite_writes_a_record(tmp_path: Path) -> None:
@@ -64,3 +67,19 @@ def test_wrong_arguments_of_the_suite() -> None:
         (("--shape", "3000x8x9"), "a multiple of 2048 tokens, or fewer, got 3000"),
         (("--peers", "jax"), "unknown peer 'jax'; there are: ours-compile"),
     )
+
+
+def test_one_token_in_eight_of_a_policy_is_clipped() -> None:
+    """The loss of these tokens is flat where their advantage is positive, and no ratio lies at the edge."""
+    decoder = make_decoder(CASES[1], CPU)
+    batch = make_batch(CASES[1], decoder, CPU)
+    advantage, old = batch.per_token
+    with torch.no_grad():
+        logits = decoder(batch.tokens).float() @ decoder.head.float().t()
+    logprob = torch.log_softmax(logits, -1).gather(1, batch.target[:, None])[:, 0].requires_grad_()
+    clipped(logprob, None, None, advantage, old).sum().backward()
+    outside = (logprob - old).exp() > 1 + CLIP
+    assert outside.sum() == len(old) / 8
+    assert ((logprob - old).exp() - 1).abs()[~outside].max() < CLIP - 0.05
+    assert logprob.grad is not None
+    assert torch.equal(logprob.grad == 0, outside & (advantage > 0))

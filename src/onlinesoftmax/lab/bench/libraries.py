@@ -109,18 +109,19 @@ class TransformerEngine(ForGpus):
 class Trl(ForGpus):
     """TRL's log-probabilities and entropies, by its own kernel."""
 
-    name, module, distribution = "trl", "trl.trainer.utils", "trl"
+    # The trainers call these kernels for tensors on a GPU.  The trainers' own module needs further packages.
+    name, module, distribution = "trl", "trl.kernels", "trl"
     operations = ("token_logprobs",)
     needed = "selective_log_softmax_and_entropy"
 
     def why_absent(self) -> str | None:
-        """Older versions have two functions, without a kernel."""
+        """Older versions have no kernels."""
         if reason := super().why_absent():
             return reason
         return None if hasattr(importlib.import_module(self.module), self.needed) else f"has no {self.needed}"
 
     def function(self, case: Case) -> Function:
-        """Its function of trainers, which calls the kernel for tensors on a GPU."""
+        """The kernel's function."""
         function: Function = getattr(importlib.import_module(self.module), self.needed)
         return function
 

@@ -11,7 +11,7 @@ from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
 from .heads.cases import HeadCase
-from .heads.step_cases import StepCase
+from .heads.step_cases import POLICY, TRAINING, StepCase
 from .routing.cases import GATES, ROUTE, RouteCase
 from .sampling.cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
 
@@ -110,10 +110,9 @@ def _tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry
     )  # fmt: skip
 
 
-def _steps(layers: int, *shapes: Shape) -> tuple[Entry, ...]:
-    """Training steps of decoders of so many layers."""
-    more = (("layers", layers),)
-    return _rows(*shapes, operation="linear_cross_entropy", with_gradient=True, more=more)
+def _steps(operation: str, layers: int, *shapes: Shape) -> tuple[Entry, ...]:
+    """Training steps with this loss of decoders of so many layers."""
+    return _rows(*shapes, operation=operation, with_gradient=True, more=(("layers", layers),))
 
 
 def _gates(gate: str, *shapes: Shape) -> tuple[Entry, ...]:
@@ -291,9 +290,12 @@ SUITES: dict[str, Suite] = {
     ),
     "training-step": Suite(
         # The classes of Llama 3 and of Qwen2.5.
-        "steps of a decoder with random weights: forward, backward and optimizer",
-        _steps(8, (8192, 2048, 128256), (8192, 2048, 151936)) + _steps(4, (8192, 4096, 128256), (8192, 4096, 151936)),
-        few=_steps(1, (64, 32, 1000)), dtypes=("bfloat16",), repeat_ms=2000, measures="step time", excluded=OF_ROWS,
+        "steps of a decoder with random weights, of pre-training and of GRPO: forward, backward and optimizer",
+        _steps(TRAINING, 8, (8192, 2048, 128256), (8192, 2048, 151936))
+        + _steps(TRAINING, 4, (8192, 4096, 128256), (8192, 4096, 151936))
+        + _steps(POLICY, 8, (8192, 2048, 151936)) + _steps(POLICY, 4, (8192, 4096, 128256)),
+        few=_steps(TRAINING, 1, (64, 32, 1000)) + _steps(POLICY, 1, (64, 32, 1000)),
+        dtypes=("bfloat16",), repeat_ms=2000, measures="step time", excluded=OF_ROWS,
     ),
     DISTRIBUTED[0]: Suite(
         "rows that are sharded over the processes of torchrun",

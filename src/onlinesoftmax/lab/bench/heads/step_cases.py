@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from ...names import check_names
 from .cases import HeadCase
 
+TRAINING, POLICY = "linear_cross_entropy", "linear_token_loss"
+"""Functions that a step ends with: the loss of pre-training and fine-tuning, and the objective of PPO and GRPO."""
+
 LENGTH = 2048
 """Tokens of a sequence; a smaller batch is one shorter sequence."""
 
@@ -28,12 +31,17 @@ class StepCase(HeadCase):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_names("function of a training step", [self.operation], ["linear_cross_entropy"])
+        check_names("function of a training step", [self.operation], [TRAINING, POLICY])
         if self.rows > LENGTH and self.rows % LENGTH:
             raise ValueError(f"a step needs a multiple of {LENGTH} tokens, or fewer, got {self.rows}")
 
     def __str__(self) -> str:
         return f"{super().__str__()}, {self.layers} layers"
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return min(LENGTH, self.rows)
 
     @property
     def parameters(self) -> int:

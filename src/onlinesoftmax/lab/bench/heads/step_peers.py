@@ -6,14 +6,48 @@ from collections.abc import Callable
 from typing import Any
 
 from ..cases import Case
+from ..libraries import Trl
 from ..peers import Compiled, Peer
 from .peers import CutExact, LigerHead, QuackHead
+from .step_cases import POLICY, TRAINING, StepCase
 
 Function = Callable[..., Any]
 
 
+CLIP = 0.2
+"""Largest distance of a ratio of probabilities from 1 that still has a gradient."""
+
+TRL_COLUMNS = 32768
+"""Columns of a tile in TRL's trainer."""
+
+
+def clipped(logprob: Any, entropy: Any, lse: Any, advantage: Any, old: Any) -> Any:
+    """The loss of each token in PPO and GRPO without the term of a reference model (arXiv:1707.06347, equation 7)."""
+    import torch
+
+    ratio = (logprob - old).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+
+
+def mean_on_logits(case: Case) -> Function:
+    """The function (float32 logits, targets, *numbers of each token) -> mean loss by PyTorch's operations."""
+    import torch
+    from torch.nn import functional
+
+    if case.operation == TRAINING:
+        return functional.cross_entropy
+
+    def policy(logits: Any, target: Any, *per_token: Any) -> Any:
+        logprob = torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+        return clipped(logprob, None, None, *per_token).mean()
+
+    return policy
+
+
 class Step(Peer):
-    """A way to the loss.  `prepare` returns the function (hidden states, weight of the head, targets) -> loss.
+    """A way to the loss.
+
+    `prepare` returns the function (hidden states, weight of the head, targets, *numbers of each token) -> mean loss.
 
     Attributes:
         compiled: True for decoder and loss under one torch.compile.
@@ -23,15 +57,19 @@ class Step(Peer):
 
 
 class OursStep(Step):
-    """Our function without logits."""
+    """Our functions without logits."""
 
     name, module, ours = "ours", "onlinesoftmax", True
 
     def prepare(self, case: Case) -> Function:
-        """`linear_cross_entropy` with the memory that it takes by default."""
-        from onlinesoftmax import linear_cross_entropy
+        """The function with the memory that it takes by default."""
+        import onlinesoftmax as osm
 
-        return lambda hidden, weight, target: linear_cross_entropy(hidden, weight, target)
+        if case.operation == TRAINING:
+            return lambda hidden, weight, target: osm.linear_cross_entropy(hidden, weight, target)
+        return lambda hidden, weight, target, *per_token: osm.linear_token_loss(
+            hidden, weight, target, clipped, *per_token
+        )
 
 
 class OursCompiled(OursStep):
@@ -41,19 +79,24 @@ class OursCompiled(OursStep):
 
 
 class OursOnLogits(Step):
-    """Our function on the logits; the gradient is written into their memory."""
+    """Our functions on the logits; the gradient of cross-entropy is written into their memory."""
 
     name, module, ours = "ours-logits", "onlinesoftmax", True
 
     def prepare(self, case: Case) -> Function:
-        """`cross_entropy` after a linear layer."""
+        """`cross_entropy` or `token_logprobs` after a linear layer."""
         from torch.nn import functional
 
-        from onlinesoftmax import cross_entropy
+        import onlinesoftmax as osm
 
-        return lambda hidden, weight, target: cross_entropy(
-            functional.linear(hidden, weight), target, inplace_backward=True
-        )
+        def training(hidden: Any, weight: Any, target: Any) -> Any:
+            return osm.cross_entropy(functional.linear(hidden, weight), target, inplace_backward=True)
+
+        def policy(hidden: Any, weight: Any, target: Any, *per_token: Any) -> Any:
+            found = osm.token_logprobs(functional.linear(hidden, weight), target)
+            return clipped(*found[:3], *per_token).mean()
+
+        return training if case.operation == TRAINING else policy
 
 
 class TorchStep(Step):
@@ -62,12 +105,11 @@ class TorchStep(Step):
     name, distribution = "torch", "torch"
 
     def prepare(self, case: Case) -> Function:
-        """`linear`, then `cross_entropy` in float32."""
+        """`linear`, then the loss in float32."""
         from torch.nn import functional
 
-        return lambda hidden, weight, target: functional.cross_entropy(
-            functional.linear(hidden, weight).float(), target
-        )
+        loss = mean_on_logits(case)
+        return lambda hidden, weight, *given: loss(functional.linear(hidden, weight).float(), *given)
 
 
 class CompiledStep(TorchStep):
@@ -77,9 +119,33 @@ class CompiledStep(TorchStep):
 
 
 class LigerStep(LigerHead):
-    """Liger-Kernel's fused linear cross-entropy."""
+    """Liger-Kernel's fused linear cross-entropy, and its fused linear GRPO in chunks of a sequence."""
 
-    prepare, compiled = LigerHead.function, False
+    operations, compiled = (TRAINING, POLICY), False
+
+    def prepare(self, case: Case) -> Function:
+        """The autograd function of the one, the module of the other."""
+        assert isinstance(case, StepCase)
+        if case.operation == TRAINING:
+            return self.function(case)
+        loss, length = _liger_policy(), case.length
+
+        def policy(hidden: Any, weight: Any, target: Any, advantage: Any, old: Any) -> Any:
+            target, advantage, old = (t.view(-1, length) for t in (target, advantage, old))
+            tokens = hidden.view(-1, length, hidden.shape[-1])
+            ones = target.new_ones(target.shape)
+            found = loss(tokens, weight, target, ones, advantage[:, 0], old_per_token_logps=old)
+            return found[0] if isinstance(found, tuple) else found
+
+        return policy
+
+
+def _liger_policy() -> Any:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss  # type: ignore[import-not-found, unused-ignore]
+
+    return LigerFusedLinearGRPOLoss(
+        beta=0.0, use_ref_model=False, epsilon_low=CLIP, epsilon_high=CLIP, loss_type="bnpo"
+    )
 
 
 class QuackStep(QuackHead):
@@ -94,7 +160,44 @@ class CutStep(CutExact):
     prepare, compiled = CutExact.function, False
 
 
+class TrlOnLogits(Trl):
+    """TRL's log-probabilities by its own kernel, on the logits."""
+
+    name, operations, compiled = "trl-logits", (POLICY,), False
+
+    def prepare(self, case: Case) -> Function:
+        """`selective_log_softmax_and_entropy` after a linear layer."""
+        from torch.nn import functional
+
+        logprobs = self.function(case)
+
+        def policy(hidden: Any, weight: Any, target: Any, *per_token: Any) -> Any:
+            logprob, entropy = logprobs(functional.linear(hidden, weight), target)
+            return clipped(logprob, entropy, None, *per_token).mean()
+
+        return policy
+
+
+class TrlStep(Trl):
+    """TRL's log-probabilities without logits, in tiles of tokens and classes."""
+
+    operations, compiled, needed = (POLICY,), False, "ChunkedLogProbFunction"
+
+    def prepare(self, case: Case) -> Function:
+        """The autograd function with the arguments that TRL's trainer gives, without the further outputs."""
+        function: Any = self.function(case)
+
+        def policy(hidden: Any, weight: Any, target: Any, *per_token: Any) -> Any:
+            logprob = function.apply(hidden, weight, None, target, 1.0, TRL_COLUMNS, None, 1.0, ())[0]
+            return clipped(logprob, None, None, *per_token).mean()
+
+        return policy
+
+
 STEP_PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (OursCompiled, OursOnLogits, TorchStep, CompiledStep, LigerStep, QuackStep, CutStep)
-}
+    peer.name: peer
+    for peer in (
+        OursCompiled, OursOnLogits, TorchStep, CompiledStep, LigerStep, QuackStep, CutStep, TrlStep, TrlOnLogits,
+    )
+}  # fmt: skip
 """The ways other than OursStep, by their names on the command line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....core.task import ITEMSIZE
 from ..inputs import extra_bytes, lacking
@@ -12,7 +12,8 @@ from ..result import CaseResult, Result
 from ..run import check_each, clock_of, each_case, with_times
 from ..suites import Measures
 from ..timing import Call, Clock
-from .step_cases import LENGTH, StepCase
+from .step_cases import POLICY, StepCase
+from .step_peers import mean_on_logits
 
 KIND: Measures = "step time"
 
@@ -31,6 +32,20 @@ decoder's hidden states: a rounding of bfloat16, and a few of them."""
 
 AT_ONCE = 512
 """Tokens whose float32 logits these exact results take at a time."""
+
+
+class Batch(NamedTuple):
+    """What a step trains on.
+
+    Attributes:
+        tokens: Tokens (sequences, length).
+        target: The next token of each.
+        per_token: Of a policy, the advantage of each token, one number for a sequence, and its old log-probability.
+    """
+
+    tokens: Any
+    target: Any
+    per_token: tuple[Any, ...] = ()
 
 
 def run_steps(
@@ -92,24 +107,36 @@ def make_decoder(case: StepCase, device: Any) -> Any:
     return Decoder()
 
 
-def make_batch(case: StepCase, device: Any) -> tuple[Any, Any]:
-    """Tokens (sequences, length), and the targets of all of them."""
+def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
+    """Random tokens; old log-probabilities of a policy are near those of the decoder, and one in eight is clipped."""
     import torch
 
-    tokens, _, classes = case.shape
-    length = min(LENGTH, tokens)
-    generator = torch.Generator().manual_seed(tokens)
-    drawn = torch.randint(classes, (tokens // length, length), generator=generator).to(device)
-    return drawn, drawn.roll(-1, 1).flatten()
+    generator = torch.Generator().manual_seed(case.rows)
+    drawn = torch.randint(case.shape[2], (case.rows // case.length, case.length), generator=generator).to(device)
+    batch = Batch(drawn, drawn.roll(-1, 1).flatten())
+    if case.operation != POLICY:
+        return batch
+    advantage = torch.randn(len(drawn), generator=generator).repeat_interleave(case.length)
+    # No ratio lies so near the clip that the rounding of logits decides whether a token has a gradient.
+    ahead = 0.05 * torch.randn(case.rows, generator=generator).clamp(-2, 2)
+    ahead[::8] = 0.5
+    with torch.no_grad():
+        hidden, weight = decoder(batch.tokens).float(), decoder.head.float()
+        parts = zip(hidden.split(AT_ONCE), batch.target.split(AT_ONCE), strict=True)
+        logprob = torch.cat([
+            torch.log_softmax(x @ weight.t(), -1).gather(1, target.unsqueeze(1)).squeeze(1) for x, target in parts
+        ])  # fmt: skip
+    return batch._replace(per_token=(advantage.to(device), logprob - ahead.to(device)))
 
 
 def _measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
     import torch
 
-    decoder, batch = make_decoder(case, device), make_batch(case, device)
+    decoder = make_decoder(case, device)
+    batch = make_batch(case, decoder, device)
     # A rate of 0: the optimizer does its work, and all steps find the same weights.
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.0, fused=device.type == "cuda")
-    right = _exact(decoder, *batch)
+    right = _exact(case, decoder, batch)
 
     def check(peer: Peer) -> tuple[Result, Call]:
         loss = _loss(case, peer, decoder, batch)
@@ -121,27 +148,27 @@ def _measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: 
     return CaseResult(case, results=timed, measures=KIND)
 
 
-def _loss(case: StepCase, peer: Peer, decoder: Any, batch: tuple[Any, Any]) -> Call:
+def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:
     """The function that returns the loss of a batch in one way."""
     import torch
 
-    loss_of, (tokens, target) = peer.prepare(case), batch
+    loss_of = peer.prepare(case)
 
     def loss() -> Any:
-        return loss_of(decoder(tokens), decoder.head, target)
+        return loss_of(decoder(batch.tokens), decoder.head, batch.target, *batch.per_token)
 
     return torch.compile(loss, dynamic=False) if getattr(peer, "compiled", False) else loss
 
 
-def _exact(decoder: Any, tokens: Any, target: Any) -> tuple[float, Any]:
+def _exact(case: StepCase, decoder: Any, batch: Batch) -> tuple[float, Any]:
     """The mean loss, and the gradient of the head, from float32 logits of some tokens at a time."""
     import torch
-    from torch.nn import functional
 
     with torch.no_grad():
-        hidden, weight, total = decoder(tokens).float(), decoder.head.float().requires_grad_(), 0.0
-    for x, its_target in zip(hidden.split(AT_ONCE), target.split(AT_ONCE), strict=True):
-        loss = functional.cross_entropy(x @ weight.t(), its_target, reduction="sum") / len(target)
+        hidden, weight, total = decoder(batch.tokens).float(), decoder.head.float().requires_grad_(), 0.0
+    mean, numbers = mean_on_logits(case), (hidden, batch.target, *batch.per_token)
+    for x, *given in zip(*(t.split(AT_ONCE) for t in numbers), strict=True):
+        loss = mean(x @ weight.t(), *given) * (len(x) / case.rows)
         loss.backward()
         total += loss.item()
     return total, weight.grad
@@ -153,7 +180,7 @@ def _checked(peer: Peer, loss: Call, decoder: Any, optimizer: Any, right: tuple[
     found.backward()
     exact, gradient = right
     errors = {
-        "loss": (abs(float(found.detach()) - exact) / exact, LOSS_ALLOWED),
+        "loss": (abs(float(found.detach()) - exact) / abs(exact), LOSS_ALLOWED),
         "gradient of the head": (float((decoder.head.grad - gradient).norm() / gradient.norm()), GRADIENT_ALLOWED),
     }
     # No step follows a wrong gradient: with NaN it would spoil the weights of the ways after it.
