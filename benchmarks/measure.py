@@ -43,6 +43,7 @@ RECORDS: dict[str, str] = {
     "topk": "",
     "route": "",
     "training-step": "",
+    "decoding": "",
     "read-only": "--peers torch,compile",
     "forward": f"--peers {KERNELS}",
     "rows1024": f"--peers {KERNELS}",

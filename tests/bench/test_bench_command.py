@@ -15,8 +15,9 @@ import torch
 from bench_cases import SMALL, Raises, Wrong, call
 
 from onlinesoftmax.lab.bench import libraries, record_file
+from onlinesoftmax.lab.bench.entries import Suite
 from onlinesoftmax.lab.bench.record_file import record_name
-from onlinesoftmax.lab.bench.suites import SUITES, Suite, cases
+from onlinesoftmax.lab.bench.suites import SUITES, cases
 
 
 def test_every_suite_has_cases_that_can_be_made() -> None:

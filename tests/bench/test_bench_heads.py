@@ -16,7 +16,8 @@ from onlinesoftmax.lab.bench.heads import peers
 from onlinesoftmax.lab.bench.heads.cases import HeadCase
 from onlinesoftmax.lab.bench.heads.peers import HEAD_PEERS, OursHead, TorchHead
 from onlinesoftmax.lab.bench.heads.reference import errors, sample_of
-from onlinesoftmax.lab.bench.heads.run import make_head, run_heads
+from onlinesoftmax.lab.bench.heads.run import make_head
+from onlinesoftmax.lab.bench.kinds import run_kind
 
 HEADS = [HeadCase(name, (20, 6, 30), 2, "float64", with_gradient=True) for name in (peers.LOSS, peers.TOKENS)]
 SMALL = [HeadCase(name, (30, 4, 800), 2, "float32", with_gradient=True) for name in (peers.LOSS, peers.TOKENS)]
@@ -38,7 +39,7 @@ def test_the_sample_is_exact(case: HeadCase) -> None:
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.operation)
 def test_every_way_on_a_cpu_is_right_or_refuses(case: HeadCase) -> None:
     everybody = [OursHead("cpu"), *(HEAD_PEERS[name]("cpu") for name in HERE)]
-    (found,) = run_heads([case], everybody, CPU, 1)
+    (found,) = run_kind("head time", [case], everybody, CPU, 1)
     assert set(found.yardsticks) == {"three bare products", "four bare products"}
     status = {result.who: result.status for result in found.results}
     refused = {"ours-small", "torch-linear"} if case.operation == peers.TOKENS else {"torch-chunks"}
@@ -70,7 +71,7 @@ class WrongHead(TorchHead):
 
 
 def test_a_wrong_gradient_has_no_time() -> None:
-    (found,) = run_heads(HEADS[:1], [OursHead("cpu"), WrongHead("cpu")], CPU, 1)
+    (found,) = run_kind("head time", HEADS[:1], [OursHead("cpu"), WrongHead("cpu")], CPU, 1)
     result = found.results[1]
     assert (result.who, result.status, result.times) == ("wrong", "wrong", None)
     assert "gradient of weight: error" in str(result.reason)

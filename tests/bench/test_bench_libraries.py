@@ -78,7 +78,7 @@ MODULES = {
     "megatron.core.tensor_parallel.cross_entropy": SimpleNamespace(
         vocab_parallel_cross_entropy=vocab_parallel_cross_entropy
     ),
-    "trl.trainer.utils": SimpleNamespace(selective_log_softmax_and_entropy=selective_log_softmax_and_entropy),
+    "trl.kernels": SimpleNamespace(selective_log_softmax_and_entropy=selective_log_softmax_and_entropy),
     "liger_kernel.ops": SimpleNamespace(LigerFusedLinearScaledCrossEntropyFunction=OfLiger),
     "liger_kernel.ops.vocab_parallel_cross_entropy": SimpleNamespace(LigerVocabParallelCEFunction=OfLiger),
 }
@@ -110,7 +110,7 @@ def test_they_say_what_they_lack_and_why_they_are_absent(monkeypatch: pytest.Mon
     assert loss.supports(TOKENS) == engine.supports(TOKENS) == "has no token_logprobs"
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: True)
     assert trl.why_absent() is None
-    monkeypatch.setitem(sys.modules, "trl.trainer.utils", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "trl.kernels", SimpleNamespace())
     assert trl.why_absent() == "has no selective_log_softmax_and_entropy"
     monkeypatch.setattr(libraries.importlib.util, "find_spec", lambda name: None)
     assert trl.why_absent() == "not installed: pip install trl"

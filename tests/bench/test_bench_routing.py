@@ -15,10 +15,11 @@ import torch
 from bench_cases import CPU, recorded, refused
 
 import onlinesoftmax as osm
+from onlinesoftmax.lab.bench.kinds import run_kind
 from onlinesoftmax.lab.bench.routing.cases import GATES, RouteCase
 from onlinesoftmax.lab.bench.routing.peers import OursGate, QuackGate, TorchGate, TransformerEngineGate
 from onlinesoftmax.lab.bench.routing.reference import wrong
-from onlinesoftmax.lab.bench.routing.run import checked, make_logits, run_gates
+from onlinesoftmax.lab.bench.routing.run import checked, make_logits
 
 
 @pytest.mark.parametrize("gradient", [False, True])
@@ -26,7 +27,7 @@ from onlinesoftmax.lab.bench.routing.run import checked, make_logits, run_gates
 def test_every_way_on_a_cpu_is_right(gate: str, gradient: bool) -> None:
     dtype = ("float32", "bfloat16")[([*GATES].index(gate) + gradient) % 2]
     case = RouteCase("route", (64, 40), 1, dtype, (), gradient, "", gate)
-    (found,) = run_gates([case], [OursGate("cpu"), TorchGate("cpu")], CPU, 1)
+    (found,) = run_kind("gate time", [case], [OursGate("cpu"), TorchGate("cpu")], CPU, 1)
     assert set(found.yardsticks) == {"one read"}
     assert [(result.who, result.reason) for result in found.results if result.status != "ok"] == []
     assert all(result.of_read is not None and result.of_read > 0 for result in found.results)

@@ -14,10 +14,12 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU, recorded, refused
 
-from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, TokenCase
+from onlinesoftmax.lab.bench.kinds import run_kind
+from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, DecodeCase, TokenCase
+from onlinesoftmax.lab.bench.sampling.decoding import make_decoder
 from onlinesoftmax.lab.bench.sampling.peers import TOKEN_PEERS, OursTokens, TorchTokens
 from onlinesoftmax.lab.bench.sampling.reference import threshold_of, wrong
-from onlinesoftmax.lab.bench.sampling.run import make_logits, run_tokens
+from onlinesoftmax.lab.bench.sampling.run import make_logits
 
 HERE = [peer("cpu") for name, peer in TOKEN_PEERS.items() if name != "compile" and peer("cpu").why_absent() is None]
 CASES = [
@@ -43,7 +45,7 @@ def test_thresholds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_way_on_a_cpu_is_right_or_refuses(case: TokenCase) -> None:
     # XLA compiles for a second, so JAX runs two cases.
     everybody = [peer for peer in HERE if peer.name != "jax" or case.asked in ("all, top 20", "k 20")]
-    (found,) = run_tokens([case], [OursTokens("cpu"), *everybody], CPU, 1)
+    (found,) = run_kind("token time", [case], [OursTokens("cpu"), *everybody], CPU, 1)
     assert set(found.yardsticks) == {"one read"}
     assert [(result.who, result.status) for result in found.results if result.status != "ok"] == []
     for result in found.results:
@@ -69,9 +71,30 @@ class Late(TorchTokens):
 
 
 def test_a_token_that_is_not_kept_has_no_time() -> None:
-    (found,) = run_tokens([replace(ALL, asked="top-k 50")], [OursTokens("cpu"), Late("cpu")], CPU, 1)
+    (found,) = run_kind("token time", [replace(ALL, asked="top-k 50")], [OursTokens("cpu"), Late("cpu")], CPU, 1)
     late = found.results[1]
     assert (late.status, late.reason, late.times) == ("wrong", "3 of 3 tokens are not kept", None)
+
+
+def test_a_step_of_decoding_samples_from_the_logits_of_the_decoder() -> None:
+    case = DecodeCase(SAMPLE, (3, 500), 1, "bfloat16", asked="top-k 50", hidden=32, layers=1)
+    everybody = [OursTokens("cpu"), TorchTokens("cpu"), Late("cpu")]
+    (found,) = run_kind("decoding time", [case], everybody, CPU, 1)
+    assert [result.status for result in found.results] == ["ok", "ok", "wrong"]
+    assert all(result.times for result in found.results[:2])
+    decode = make_decoder(case, CPU)
+    first = decode()
+    before = first.clone()
+    assert 0.5 < before.float().std() < 2
+    assert decode() is first
+    assert torch.equal(first, before)
+
+
+def test_the_suite_of_decoding_writes_a_record(tmp_path: Path) -> None:
+    asked = ("--suite", "decoding", "--quick", "--peers", "torch")
+    printed, table = recorded(tmp_path / "decoding.json", "decoding time", "", *asked)
+    assert "3 rows, 32 -> 1000, 1 layers, top-p 0.9" in printed
+    assert table.header[3:6] == ("who", "time ms", "tokens/s")
 
 
 def test_ours_has_to_be_exact() -> None:

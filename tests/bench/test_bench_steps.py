@@ -14,7 +14,8 @@ from bench_cases import CPU, recorded, refused
 
 from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING, StepCase
 from onlinesoftmax.lab.bench.heads.step_peers import CLIP, OursOnLogits, OursStep, TorchStep, clipped
-from onlinesoftmax.lab.bench.heads.steps import make_batch, make_decoder, run_steps
+from onlinesoftmax.lab.bench.heads.steps import make_batch, make_decoder
+from onlinesoftmax.lab.bench.kinds import run_kind
 
 CASES = [StepCase(name, (96, 32, 300), 2, "bfloat16", (), True, layers=1) for name in (TRAINING, POLICY)]
 
@@ -33,7 +34,7 @@ class NoGradient(TorchStep):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.operation)
 def test_every_way_finds_the_loss_of_the_decoder(case: StepCase) -> None:
     everybody = [OursStep("cpu"), OursOnLogits("cpu"), TorchStep("cpu"), NoGradient("cpu"), TorchStep("cpu")]
-    (found,) = run_steps([case], everybody, CPU, 1)
+    (found,) = run_kind("step time", [case], everybody, CPU, 1)
     assert [result.status for result in found.results] == ["ok", "ok", "ok", "wrong", "ok"]
     assert found.results[3].reason == "gradient of the head: error 1.0e+00, allowed 3.1e-02"
     assert all(result.times for result in found.results if result.status == "ok")

@@ -12,10 +12,10 @@ import typer
 
 from ..core.options import SCORE_OPTIONS
 from ..lab.bench.cases import MEASURED
-from ..lab.bench.heads.peers import HEAD_PEERS, OursHead
-from ..lab.bench.heads.step_peers import STEP_PEERS, OursStep
-from ..lab.bench.routing.peers import GATE_PEERS, OursGate
-from ..lab.bench.sampling.peers import TOKEN_PEERS, OursTokens
+from ..lab.bench.heads.peers import HEAD_PEERS
+from ..lab.bench.heads.step_peers import STEP_PEERS
+from ..lab.bench.routing.peers import GATE_PEERS
+from ..lab.bench.sampling.peers import TOKEN_PEERS
 from ..lab.bench.suites import DISTRIBUTED, SUITES, suite_of
 from ..lab.names import check_names
 from . import bench_steps, output
@@ -23,8 +23,8 @@ from .options import BACKENDS, DTYPES, FRAMEWORKS, STRATEGIES, named, split_name
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
+    from ..lab.bench.entries import Suite
     from ..lab.bench.result import CaseResult
-    from ..lab.bench.suites import Suite
 
 
 def bench(
@@ -65,7 +65,7 @@ def bench(
         "collective, dtensor, loss-parallel, all-gather, one-process, and the sharded losses of megatron, "
         "transformer-engine, flash-attn and liger; with distributed-heads, collective and one-process; with another "
         "suite of heads, "
-        f"{', '.join(HEAD_PEERS)}; with sampling and topk, "
+        f"{', '.join(HEAD_PEERS)}; with sampling, topk and decoding, "
         f"{', '.join(TOKEN_PEERS)}; with route, {', '.join(GATE_PEERS)}; with training-step, "
         f"{', '.join(STEP_PEERS)}.  By default torch, jax, or all of those for several processes, heads, tokens, gates "
         "and steps.",
@@ -94,7 +94,8 @@ def bench(
     fresh processes.  The suites linear-cross-entropy and linear-token-logprobs measure heads without logits, over the
     time of their three bare products; their shapes are tokens x hidden x classes.  The suites sampling and topk
     measure the way from logits to tokens over the time of one read of the logits; their shapes are rows x tokens.  The
-    suite training-step measures steps of a decoder; its shapes are tokens x hidden x classes.
+    suite training-step measures steps of a decoder; its shapes are tokens x hidden x classes.  The suite decoding
+    measures a step from tokens to the next ones; its shapes are rows x tokens.
 
     --resume needs a record of the same options, commit, sources, versions and device; the error names the field that
     differs.  The exit code is 0 where every result is right, whatever its speed and whoever refuses; 1 where a result
@@ -124,15 +125,13 @@ def bench(
 
 def _measure(options: dict[str, Any], suite: Suite, where: Any) -> NoReturn:
     """Measure the suite in this process, and end the command."""
+    from ..lab.bench.kinds import KINDS
     from ..lab.bench.libraries import peers
 
     framework, forced = options["framework"], (options["backend"], options["strategy"])
     with output.refusing():
-        whole = {
-            "head time": (OursHead, HEAD_PEERS), "token time": (OursTokens, TOKEN_PEERS),
-            "gate time": (OursGate, GATE_PEERS), "step time": (OursStep, STEP_PEERS),
-        }.get(suite.measures)  # fmt: skip
-        ours, known = whole or _sides(framework)
+        whole = KINDS.get(suite.measures)
+        ours, known = whole[:2] if whole else _sides(framework)
         usual = ",".join(known) if whole else next(iter(known))
         names = options["peers"] if options["peers"] is not None else usual
         asked = peers(split_names(names), where.type, known)
@@ -162,27 +161,10 @@ def _steps(
 ) -> Iterable[CaseResult]:
     """Measure cases in the way of the suite."""
     from ..lab.bench import cold_suite, host_times, run
-    from ..lab.bench.heads.cases import HeadCase
-    from ..lab.bench.heads.run import run_heads
-    from ..lab.bench.heads.step_cases import StepCase
-    from ..lab.bench.heads.steps import run_steps
-    from ..lab.bench.routing.cases import RouteCase
-    from ..lab.bench.routing.run import run_gates
-    from ..lab.bench.sampling.cases import TokenCase
-    from ..lab.bench.sampling.run import run_tokens
+    from ..lab.bench.kinds import KINDS, run_kind
 
-    if suite.measures == "head time":
-        heads = [case for case in left if isinstance(case, HeadCase)]
-        return run_heads(heads, everybody, where, options["repeat"])
-    if suite.measures == "token time":
-        tokens = [case for case in left if isinstance(case, TokenCase)]
-        return run_tokens(tokens, everybody, where, options["repeat"])
-    if suite.measures == "gate time":
-        gates = [case for case in left if isinstance(case, RouteCase)]
-        return run_gates(gates, everybody, where, options["repeat"])
-    if suite.measures == "step time":
-        whole = [case for case in left if isinstance(case, StepCase)]
-        return run_steps(whole, everybody, where, options["repeat"])
+    if suite.measures in KINDS:
+        return run_kind(suite.measures, left, everybody, where, options["repeat"])
     if suite.measures == "first calls":
         return cold_suite.run_cold(left, everybody, where, options["quick"])
     steps = host_times.run_host if suite.measures == "host time" else run.run

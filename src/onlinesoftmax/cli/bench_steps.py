@@ -15,9 +15,9 @@ from .options import split_names
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
+    from ..lab.bench.entries import Suite
     from ..lab.bench.record_file import Recording
     from ..lab.bench.result import CaseResult
-    from ..lab.bench.suites import Suite
 
 INTERRUPTED = 130
 """Exit code of a run that the user has interrupted, as shells give it."""

@@ -15,9 +15,9 @@ from .options import split_names
 
 if TYPE_CHECKING:
     from ..lab.bench.cases import Case
+    from ..lab.bench.entries import Suite
     from ..lab.bench.record_file import Recording
     from ..lab.bench.sharded.team import Team
-    from ..lab.bench.suites import Suite
 
 NEEDED = ("MASTER_ADDR", "MASTER_PORT")
 """The variables, besides WORLD_SIZE and RANK, with which the processes find each other."""

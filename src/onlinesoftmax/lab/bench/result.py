@@ -13,7 +13,7 @@ from ...planner.plan import Plan
 from ...planner.variant import ONLY
 from ..names import MOST_ELEMENTS, check_names
 from .cases import MEASURED, Case
-from .suites import KINDS_OF_CASES, Measures
+from .entries import KINDS_OF_CASES, Measures
 from .timing import Against, Times
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ HEADS, TOKENS = ("of_products",), ("of_read",)
 
 ONLY_OF: dict[Measures, tuple[str, ...]] = {
     "device time": (), "host time": CALLS, "first calls": CALLS, "sharded time": SHARDED,
-    "head time": HEADS, "token time": TOKENS, "gate time": TOKENS, "step time": (),
+    "head time": HEADS, "token time": TOKENS, "gate time": TOKENS, "step time": (), "decoding time": (),
 }  # fmt: skip
 """The fields of a result that only this kind of measurement records; all kinds record the others."""
 

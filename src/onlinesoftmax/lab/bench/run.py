@@ -13,11 +13,11 @@ from ...torch.device import from_torch
 from . import analysis
 from .cases import STATISTICS, Case
 from .check import Inputs, Reference, Verdict, poison
+from .entries import Measures
 from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
 from .result import ONE_READ, CaseResult, Result
-from .suites import Measures
 from .timing import Against, Call, Clock, Flush, Samples, Times, clock_for
 
 C = TypeVar("C", bound=Case)

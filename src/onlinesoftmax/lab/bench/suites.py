@@ -1,127 +1,21 @@
-"""The benchmark suites: named lists of shapes, operations and score options, and the kind of their measurement."""
+"""The benchmark suites by name, and the cases of a suite with what a caller asks for in its place."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from ...core.task import ITEMSIZE
 from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
-from .heads.cases import HeadCase
-from .heads.step_cases import POLICY, TRAINING, StepCase
-from .routing.cases import GATES, ROUTE, RouteCase
-from .sampling.cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
-
-Measures = Literal[
-    "device time", "host time", "first calls", "sharded time", "head time", "token time", "gate time", "step time"
-]
-"""Kinds of measurements; tables.py has the table of each."""
-
-KINDS_OF_CASES: dict[Measures, type[Case]] = {
-    "head time": HeadCase, "token time": TokenCase, "gate time": RouteCase, "step time": StepCase,
-}  # fmt: skip
-"""The class of the cases of a kind of measurement, where it is not `Case`."""
+from .entries import KINDS_OF_CASES, Entry, Suite, decoding, each, gates, powers, rows, steps, tokens, with_options
+from .heads.step_cases import POLICY, TRAINING
+from .routing.cases import GATES
+from .sampling.cases import LOGITS, SAMPLE, TOPK
 
 DISTRIBUTED = "distributed", "distributed-heads"
 """Names of the suites that several processes measure together."""
-
-QUICK_MS = 50
-"""Milliseconds for each measurement with --quick."""
-
-
-class Entry(NamedTuple):
-    """A case of a suite, without its dtype."""
-
-    shape: Shape
-    dim: int
-    operation: str = FORWARD[0]
-    fused: tuple[str, ...] = ()
-    with_gradient: bool = False
-    reduction: str = ""
-    more: tuple[tuple[str, Any], ...] = ()
-    """Further fields of the case and their values."""
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of the case."""
-        found = self._asdict()
-        return found | dict(found.pop("more"))
-
-
-@dataclass(frozen=True)
-class Suite:
-    """A list of entries, with the dtypes that they are measured in.
-
-    Attributes:
-        description: The purpose of the suite.
-        entries: The cases, without their dtypes.
-        few: The cases of --quick: each kind of entry, small enough for a CPU.
-        dtypes: Every entry is measured in each of these dtypes.
-        repeat_ms: Milliseconds for each measurement.
-        measures: The kind of measurement.
-        sentences: True where a sentence of analysis about each case stands below the table.
-        excluded: Names of the options of the command line that the suite has no use for.
-    """
-
-    description: str
-    entries: tuple[Entry, ...]
-    few: tuple[Entry, ...]
-    dtypes: tuple[str, ...] = ("bfloat16", "float32")
-    repeat_ms: int = 100
-    measures: Measures = "device time"
-    sentences: bool = False
-    excluded: tuple[str, ...] = ()
-
-    @property
-    def quick(self) -> Suite:
-        """The suite of --quick: few cases and short repeats."""
-        return replace(self, entries=self.few, repeat_ms=min(QUICK_MS, self.repeat_ms))
-
-
-def _rows(*shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
-    """Entries of these shapes over the last dimension; `kind` has the other fields of Entry."""
-    return tuple(Entry(shape, len(shape) - 1, **kind) for shape in shapes)
-
-
-def _each(operations: Iterable[str], *shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
-    """Entries of these shapes for each operation."""
-    return tuple(entry for operation in operations for entry in _rows(*shapes, operation=operation, **kind))
-
-
-def _fused(*shapes: Shape, causal: Shape) -> tuple[Entry, ...]:
-    """Shapes without score options and with those that models use, and a shape with a causal mask."""
-    options: list[tuple[str, ...]] = [(), ("scale",), ("mask",), ("bias",), ("scale", "mask")]
-    plain = [entry for fused in options for entry in _rows(*shapes, fused=fused)]
-    return (*plain, *_rows(causal, fused=("causal",)))
-
-
-def _powers(rows: int, first: int, last: int, step: int = 1) -> list[Shape]:
-    """As many rows as `rows`, of 2^first, 2^(first + step), … 2^last columns."""
-    return [(rows, 1 << k) for k in range(first, last + 1, step)]
-
-
-def _tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry, ...]:
-    """Entries of these shapes for each kind of logits and for everything that is asked of a function of logits."""
-    return tuple(
-        entry._replace(more=(("logits", kind), ("asked", asked)))
-        for entry in _rows(*shapes, operation=operation) for asked in ASKED[operation] for kind in kinds
-    )  # fmt: skip
-
-
-def _steps(operation: str, layers: int, *shapes: Shape) -> tuple[Entry, ...]:
-    """Training steps with this loss of decoders of so many layers."""
-    return _rows(*shapes, operation=operation, with_gradient=True, more=(("layers", layers),))
-
-
-def _gates(gate: str, *shapes: Shape) -> tuple[Entry, ...]:
-    """Entries of these shapes for a gate, alone and with a gradient."""
-    return tuple(
-        entry._replace(with_gradient=gradient, more=(("gate", gate),))
-        for entry in _rows(*shapes, operation=ROUTE) for gradient in (False, True)
-    )  # fmt: skip
-
 
 GRADIENT_OF_ELEMENTS = OPERATIONS[FORWARD[0]].gradient_name
 
@@ -146,172 +40,183 @@ SHORT_ROWS = (4194304, 5), (4194304, 10), (2097152, 17), (1048576, 33), (1048576
 LOGITS_OF_MODELS = (1, 128256), (8, 128256), (64, 128256), (512, 128256), (64, 32000)
 """Rows and vocabularies of models that write text."""
 
+DECODED = "greedy", "top-p 0.9", "all, top 20"
+"""What is asked of `sample` in a step of decoding."""
+
 SUITES: dict[str, Suite] = {
     "forward": Suite(
         "softmax of batches and vocabularies, unaligned and short rows, another dimension",
         # Shapes of published benchmarks, unaligned rows, rows of a few classes, a dimension that is not the last.
-        (*_rows(
+        (*rows(
             (1048576, 64), (524288, 128), (262144, 256), (131072, 512), (65536, 1000), (65536, 1024), (32768, 2048),
             (16384, 4096), (8192, 8192), (4096, 16384), (4096, 32768), (4096, 50256), (4096, 50257), (2048, 65536),
             (2048, 128256), (1024, 262144), (256, 1 << 20), (16, 1 << 22), (131072, 1023), (65536, 1025),
             (16384, 8191), (4194304, 5), (4194304, 10), (1048576, 33), (262144, 197),
         ), Entry((32, 512, 4096), 1)),
-        few=_rows((64, 512), (1024, 1024), (256, 16384), (1024, 1023)),
+        few=rows((64, 512), (1024, 1024), (256, 16384), (1024, 1023)),
     ),
     "rows1024": Suite(
         # Small batches have few bytes to hide the time of a launch.
         "1024 rows of 512 to 32768 columns, with a sentence about each",
-        _rows(*_powers(1024, 9, 15)), few=_rows(*_powers(1024, 9, 15, 3)), sentences=True,
+        rows(*powers(1024, 9, 15)), few=rows(*powers(1024, 9, 15, 3)), sentences=True,
     ),
     "lengths": Suite(
         # Nobody chose these lengths for a kernel; most rows are unaligned.
         "softmax of lengths that are no powers of two",
-        _rows(
+        rows(
             (2064888, 65), (1056832, 127), (1342177, 100), (671088, 200), (526344, 255), (522247, 257), (268435, 500),
             (261632, 513), (223696, 600), (172738, 777), (65536, 2049), (32760, 4097), (10872, 12345), (8192, 16383),
             (6710, 20001),
         ),
-        few=_rows((1024, 65), (1024, 1025), (256, 12345)),
+        few=rows((1024, 65), (1024, 1025), (256, 12345)),
     ),
     "single-row": Suite(
-        "one row of 2^16 to 2^30 elements", _rows(*_powers(1, 16, 30)), few=_rows(*_powers(1, 16, 22, 3)),
+        "one row of 2^16 to 2^30 elements", rows(*powers(1, 16, 30)), few=rows(*powers(1, 16, 22, 3)),
     ),
     "long-rows": Suite(
         # On cache lines and beside them; the last three shapes do not fit on chip.
         "rows that many multiprocessors share",
-        _rows(
+        rows(
             (256, 1 << 20), (16, 1 << 22), (16, (1 << 22) + 8), (64, 3000001), (64, 3000008), (3, 100000007),
             (1, 1 << 26), (1, 1 << 28),
         ),
-        few=_rows((4, 1 << 20), (2, (1 << 20) + 8)),
+        few=rows((4, 1 << 20), (2, (1 << 20) + 8)),
     ),
     "short-rows": Suite(
         # As many bytes as keep a GPU busy, and losses over as few classes.
         "softmax of a few columns, its gradient, and losses with theirs",
-        _each([FORWARD[0], GRADIENT_OF_ELEMENTS], *SHORT_ROWS)
-        + _each([*LOSSES, *TOKENS], *SHORT_ROWS[1:4:2], with_gradient=True),
-        few=_each([FORWARD[0], GRADIENT_OF_ELEMENTS], (4096, 5), (1024, 33))
-        + _each([*LOSSES, *TOKENS], (1024, 10), with_gradient=True),
+        each([FORWARD[0], GRADIENT_OF_ELEMENTS], *SHORT_ROWS)
+        + each([*LOSSES, *TOKENS], *SHORT_ROWS[1:4:2], with_gradient=True),
+        few=each([FORWARD[0], GRADIENT_OF_ELEMENTS], (4096, 5), (1024, 33))
+        + each([*LOSSES, *TOKENS], (1024, 10), with_gradient=True),
         repeat_ms=50,
     ),
     "gradients": Suite(
         # 2^27 elements in rows of every length, and vocabularies.
         "the gradient of softmax: reads y and dy, writes dx",
-        _each(
+        each(
             [GRADIENT_OF_ELEMENTS], *((1 << 27 - k, 1 << k) for k in range(8, 16)), (2048, 128256), (1024, 262144),
         ),
-        few=_each([GRADIENT_OF_ELEMENTS], (1024, 1024), (256, 16384)),
+        few=each([GRADIENT_OF_ELEMENTS], (1024, 1024), (256, 16384)),
     ),
     "operations": Suite(
         "log-softmax, its gradient, and the gradient of logsumexp",
-        _each(RELATIVES, (65536, 1024), (8192, 8192), (2048, 128256), (1, 1 << 24)),
-        few=_each(RELATIVES, (1024, 1024)),
+        each(RELATIVES, (65536, 1024), (8192, 8192), (2048, 128256), (1, 1 << 24)),
+        few=each(RELATIVES, (1024, 1024)),
     ),
     "fused": Suite(
         "softmax with score options, beside plain softmax",
-        _fused((16384, 4096), (65536, 1024), (4096, 32768), causal=(64, 1024, 1024)),
-        few=_fused((1024, 1024), causal=(4, 256, 256)),
+        with_options((16384, 4096), (65536, 1024), (4096, 32768), causal=(64, 1024, 1024)),
+        few=with_options((1024, 1024), causal=(4, 256, 256)),
     ),
     "cross-entropy": Suite(
         # A mean, and losses of rows that the caller weights.
         "cross-entropy with its gradient, for the vocabularies of models",
-        _each(
+        each(
             LOSSES, (8192, 128256), (4096, 50257), (8192, 32000), (4096, 262144), (16384, 4096), with_gradient=True,
-        ) + _each(LOSSES, (8192, 128256), (8192, 32000), with_gradient=True, reduction="none"),
-        few=_each(LOSSES, (256, 4096), (64, 32000), with_gradient=True)
-        + _each(LOSSES, (64, 32000), with_gradient=True, reduction="none"),
+        ) + each(LOSSES, (8192, 128256), (8192, 32000), with_gradient=True, reduction="none"),
+        few=each(LOSSES, (256, 4096), (64, 32000), with_gradient=True)
+        + each(LOSSES, (64, 32000), with_gradient=True, reduction="none"),
     ),
     "token-logprobs": Suite(
         # As reinforcement learning differentiates them.
         "log-probabilities and entropies with their gradient",
-        _each(TOKENS, (8192, 128256), (4096, 151936), (8192, 32000), with_gradient=True),
-        few=_each(TOKENS, (256, 4096), (64, 32000), with_gradient=True),
+        each(TOKENS, (8192, 128256), (4096, 151936), (8192, 32000), with_gradient=True),
+        few=each(TOKENS, (256, 4096), (64, 32000), with_gradient=True),
     ),
     "read-only": Suite(
         "one read of the input, without a gradient",
-        _each(READERS, (65536, 1024), (8192, 8192), (8192, 32000), (512, 151936), (4096, 151936), (2048, 128256)),
-        few=_each(READERS, (1024, 1024), (64, 32000)),
+        each(READERS, (65536, 1024), (8192, 8192), (8192, 32000), (512, 151936), (4096, 151936), (2048, 128256)),
+        few=each(READERS, (1024, 1024), (64, 32000)),
     ),
     "host": Suite(
         # So few elements that a call costs its launch.
         "host time of a call: plain, with out=, with a gradient, and the bare launch",
-        _each(FORWARD, (64, 512)), few=_each(FORWARD[::3], (64, 512)),
+        each(FORWARD, (64, 512)), few=each(FORWARD[::3], (64, 512)),
         dtypes=("bfloat16",), measures="host time", excluded=("fused", "with_gradient"),
     ),
     "cold": Suite(
         # Rows that one block holds and longer ones, and a loss with its gradient; later calls have other shapes.
         "the first call of a fresh process, of a new number of rows, of a new length",
-        _rows((1024, 1000), (256, 32000)) + _each(LOSSES, (256, 32000), with_gradient=True),
-        few=_rows((1024, 1000)), dtypes=("bfloat16",), measures="first calls", excluded=("fused", "repeat"),
+        rows((1024, 1000), (256, 32000)) + each(LOSSES, (256, 32000), with_gradient=True),
+        few=rows((1024, 1000)), dtypes=("bfloat16",), measures="first calls", excluded=("fused", "repeat"),
     ),
     "cpu": Suite(
         "the time that our layer adds to PyTorch on a CPU, with many repetitions",
-        _rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),
-        few=_rows((64, 512), (1024, 1024), (256, 16384)), dtypes=("float32", "bfloat16"), repeat_ms=1000,
+        rows((64, 512), (1024, 64), (256, 256), (1024, 1024), (4096, 1024), (1024, 16384)),
+        few=rows((64, 512), (1024, 1024), (256, 16384)), dtypes=("float32", "bfloat16"), repeat_ms=1000,
     ),
     "linear-cross-entropy": Suite(
         # Tokens, hidden and classes of models; the last hidden size and vocabulary are not aligned.
         "the head of a language model and its loss, with both gradients",
-        _rows(
+        rows(
             (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936),
             (8192, 5120, 152064), (4096, 2560, 262208), (4096, 768, 50257), operation="linear_cross_entropy",
             with_gradient=True,
         ),
-        few=_rows((256, 16, 1000), (100, 24, 1003), operation="linear_cross_entropy", with_gradient=True),
+        few=rows((256, 16, 1000), (100, 24, 1003), operation="linear_cross_entropy", with_gradient=True),
         dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
     ),
     "linear-token-logprobs": Suite(
         "log-probabilities and entropies of a head, with both gradients",
-        _rows(
+        rows(
             (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2048, 151936), (4096, 768, 50257),
             operation="linear_token_logprobs", with_gradient=True,
         ),
-        few=_rows((256, 16, 1000), (100, 24, 1003), operation="linear_token_logprobs", with_gradient=True),
+        few=rows((256, 16, 1000), (100, 24, 1003), operation="linear_token_logprobs", with_gradient=True),
         dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
     ),
     "sampling": Suite(
         "from logits to tokens: greedy, without a filter, top-k, top-p, and all filters with 20 log-probabilities",
-        _tokens(SAMPLE, LOGITS, *LOGITS_OF_MODELS), few=_tokens(SAMPLE, LOGITS, (3, 1000)),
+        tokens(SAMPLE, LOGITS, *LOGITS_OF_MODELS), few=tokens(SAMPLE, LOGITS, (3, 1000)),
         dtypes=("float32", "bfloat16"), repeat_ms=30, measures="token time", excluded=OF_ROWS,
     ),
     "topk": Suite(
         "the 20, 50 and 1024 largest scores of each row, with their log-probabilities",
-        _tokens(TOPK, LOGITS[::2], *LOGITS_OF_MODELS), few=_tokens(TOPK, LOGITS[:1], (3, 2000)),
+        tokens(TOPK, LOGITS[::2], *LOGITS_OF_MODELS), few=tokens(TOPK, LOGITS[:1], (3, 2000)),
         dtypes=("float32", "bfloat16"), repeat_ms=30, measures="token time", excluded=OF_ROWS,
     ),
     "route": Suite(
         # Tokens of a training and of a decoding step; the gates of Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 and GPT-OSS.
         "from the logits of a gate to experts, weights and counts, alone and with the gradient of both losses",
-        _gates("top 8", (65536, 256), (65536, 384), (1 << 20, 128), (512, 256), (65536, 1000))
-        + _gates("top 6, not normalized", (65536, 64)) + _gates("top 8 of 4 groups", (65536, 256), (64, 256))
-        + _gates("top 4 first", (65536, 128)),
-        few=tuple(entry for gate in GATES for entry in _gates(gate, (64, 40))),
+        gates("top 8", (65536, 256), (65536, 384), (1 << 20, 128), (512, 256), (65536, 1000))
+        + gates("top 6, not normalized", (65536, 64)) + gates("top 8 of 4 groups", (65536, 256), (64, 256))
+        + gates("top 4 first", (65536, 128)),
+        few=tuple(entry for gate in GATES for entry in gates(gate, (64, 40))),
         dtypes=("float32", "bfloat16"), repeat_ms=50, measures="gate time", excluded=OF_ROWS,
     ),
     "training-step": Suite(
         # The classes of Llama 3 and of Qwen2.5.
         "steps of a decoder with random weights, of pre-training and of GRPO: forward, backward and optimizer",
-        _steps(TRAINING, 8, (8192, 2048, 128256), (8192, 2048, 151936))
-        + _steps(TRAINING, 4, (8192, 4096, 128256), (8192, 4096, 151936))
-        + _steps(POLICY, 8, (8192, 2048, 151936)) + _steps(POLICY, 4, (8192, 4096, 128256)),
-        few=_steps(TRAINING, 1, (64, 32, 1000)) + _steps(POLICY, 1, (64, 32, 1000)),
+        steps(TRAINING, 8, (8192, 2048, 128256), (8192, 2048, 151936))
+        + steps(TRAINING, 4, (8192, 4096, 128256), (8192, 4096, 151936))
+        + steps(POLICY, 8, (8192, 2048, 151936)) + steps(POLICY, 4, (8192, 4096, 128256)),
+        few=steps(TRAINING, 1, (64, 32, 1000)) + steps(POLICY, 1, (64, 32, 1000)),
         dtypes=("bfloat16",), repeat_ms=2000, measures="step time", excluded=OF_ROWS,
+    ),
+    "decoding": Suite(
+        # About the sizes of Llama 3.2 1B and of Llama 3.1 8B.
+        "steps of decoding with random weights: a token of each row through the decoder, and the next one sampled",
+        decoding(2048, 16, (1, 128256), (64, 128256), asked=DECODED)
+        + decoding(4096, 32, (1, 128256), (64, 128256), asked=DECODED),
+        few=decoding(32, 1, (3, 1000), asked=DECODED),
+        dtypes=("bfloat16",), repeat_ms=200, measures="decoding time", excluded=OF_ROWS,
     ),
     DISTRIBUTED[0]: Suite(
         "rows that are sharded over the processes of torchrun",
-        _each(LOSSES, (8192, 128256), (8192, 32000), (4096, 262144), with_gradient=True)
-        + _rows((1, 1 << 30), (1, 1 << 24), (8192, 128256), (64, 128256))
-        + _each(TOKENS, (8192, 128256), with_gradient=True),
-        few=_each(LOSSES, (64, 32000), with_gradient=True) + _rows((1, 1 << 20))
-        + _each(TOKENS, (64, 32000), with_gradient=True),
+        each(LOSSES, (8192, 128256), (8192, 32000), (4096, 262144), with_gradient=True)
+        + rows((1, 1 << 30), (1, 1 << 24), (8192, 128256), (64, 128256))
+        + each(TOKENS, (8192, 128256), with_gradient=True),
+        few=each(LOSSES, (64, 32000), with_gradient=True) + rows((1, 1 << 20))
+        + each(TOKENS, (64, 32000), with_gradient=True),
         dtypes=("bfloat16",), measures="sharded time", excluded=("fused",),
     ),
     DISTRIBUTED[1]: Suite(
         "heads whose classes are sharded over the processes of torchrun, with both gradients",
-        _rows((8192, 4096, 128256), operation="linear_cross_entropy", with_gradient=True)
-        + _rows((8192, 4096, 128256), operation="linear_token_logprobs", with_gradient=True),
-        few=_rows((128, 16, 1003), operation="linear_cross_entropy", with_gradient=True)
-        + _rows((128, 16, 1003), operation="linear_token_logprobs", with_gradient=True),
+        rows((8192, 4096, 128256), operation="linear_cross_entropy", with_gradient=True)
+        + rows((8192, 4096, 128256), operation="linear_token_logprobs", with_gradient=True),
+        few=rows((128, 16, 1003), operation="linear_cross_entropy", with_gradient=True)
+        + rows((128, 16, 1003), operation="linear_token_logprobs", with_gradient=True),
         dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
     ),
 }  # fmt: skip

@@ -11,8 +11,9 @@ from typing import Any
 from ...core.units import duration
 from . import cold_suite, host_times
 from .analysis import sentence
+from .entries import Measures
 from .result import CALLS, CPU_ADDED_US, CPU_RATIO, LARGE, ONLY_OF, WORDS, CaseResult, Result
-from .suites import SUITES, Measures
+from .suites import SUITES
 
 BUSY = 0.3
 """Load per processor above which other work on the machine shows in the times."""
@@ -332,6 +333,9 @@ KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]
     "step time": partial(_beside, STEP_TIME, "reason", [
         "Memory: beyond the weights and the optimizer's states, so with activations and all gradients.",
         "Error: norm of the error of the head's gradient, relative to float32 logits.",
+    ]),
+    "decoding time": partial(_beside, STEP_TIME, "way, what it lacks, or reason", [
+        "A step reads a token of each row, and the keys and values of 1024 tokens.  Memory: of the sampling.",
     ]),
 }  # fmt: skip
 """The function that makes the table, by the name that a suite and a record have for a kind of measurement."""

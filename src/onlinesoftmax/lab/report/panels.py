@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from ..bench.entries import Measures
 from ..bench.result import CALLS, ONE_READ, ONLY_OF, THREE_PRODUCTS, CaseResult, Result
-from ..bench.suites import Measures
 from ..bench.tables import measures
 from .combinations import STEP
 from .records import Record
@@ -20,7 +20,7 @@ MARGIN = 2**0.25
 
 
 YARDSTICKS: dict[Measures, str] = {
-    "head time": THREE_PRODUCTS, "token time": ONE_READ, "gate time": ONE_READ, "step time": "",
+    "head time": THREE_PRODUCTS, "token time": ONE_READ, "gate time": ONE_READ, "step time": "", "decoding time": "",
 }  # fmt: skip
 """The yardstick of each kind of measurement that has another than the copy; whole steps have none."""
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from ..check import OTHERS_SLACK
+from ..entries import Measures
 from ..inputs import extra_bytes, lacking
 from ..peers import Peer
 from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
-from ..run import check_each, clock_of, each_case, with_times
-from ..suites import Measures
+from ..run import check_each, with_times
 from ..timing import Call, Clock, Flush, Times
 from .cases import HeadCase
 from .peers import TOKENS, OursHead, TorchHead
@@ -22,25 +22,6 @@ KIND: Measures = "head time"
 
 SPREAD = 3.0
 """Standard deviation of the logits: a few classes have most of the probability."""
-
-
-def run_heads(
-    cases: Iterable[HeadCase], everybody: Sequence[Peer], device: Any, repeat_ms: float
-) -> Iterator[CaseResult]:
-    """Measure the cases, one at a time.
-
-    Args:
-        cases: The cases.
-        everybody: `OursHead` and other ways, all of them present.
-        device: A torch device.
-        repeat_ms: Milliseconds for each measurement.
-    """
-    clock = clock_of(everybody, device)
-
-    def measure(case: HeadCase) -> CaseResult:
-        return _measure(case, everybody, device, repeat_ms, clock)
-
-    return each_case(cases, device, partial(lacks_memory, device=device), measure, KIND)
 
 
 def lacks_memory(case: HeadCase, device: Any) -> str | None:
@@ -88,7 +69,8 @@ def bare_products(x: Any, weight: Any) -> tuple[Call, Call]:
     return three, four
 
 
-def _measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+def measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    """Measure a case in all ways; as `run_kind`."""
     inputs = make_head(case, device)
     sample = sample_of(case, *inputs)
     allowed = errors(sample, TorchHead(device.type).prepare(case)(*inputs))

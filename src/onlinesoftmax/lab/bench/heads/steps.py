@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ....core.task import ITEMSIZE
+from ..entries import Measures
 from ..inputs import extra_bytes, lacking
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, clock_of, each_case, with_times
-from ..suites import Measures
+from ..run import check_each, with_times
 from ..timing import Call, Clock
 from .step_cases import POLICY, StepCase
 from .step_peers import mean_on_logits
@@ -48,27 +48,9 @@ class Batch(NamedTuple):
     per_token: tuple[Any, ...] = ()
 
 
-def run_steps(
-    cases: Iterable[StepCase], everybody: Sequence[Peer], device: Any, repeat_ms: float
-) -> Iterator[CaseResult]:
-    """Measure the cases, one at a time.
-
-    Args:
-        cases: The cases.
-        everybody: `OursStep` and other ways, all of them present.
-        device: A torch device.
-        repeat_ms: Milliseconds for each measurement.
-    """
-    clock = clock_of(everybody, device)
-
-    def lacks(case: StepCase) -> str | None:
-        # A way that needs more refuses the case alone.
-        return lacking(STATES * ITEMSIZE[case.dtype] * case.parameters, device)
-
-    def measure(case: StepCase) -> CaseResult:
-        return _measure(case, everybody, device, repeat_ms, clock)
-
-    return each_case(cases, device, lacks, measure, KIND)
+def lacks_memory(case: StepCase, device: Any) -> str | None:
+    """Why the weights and their states do not fit; a way that needs more refuses the case alone."""
+    return lacking(STATES * ITEMSIZE[case.dtype] * case.parameters, device)
 
 
 def make_decoder(case: StepCase, device: Any) -> Any:
@@ -129,7 +111,8 @@ def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
     return batch._replace(per_token=(advantage.to(device), logprob - ahead.to(device)))
 
 
-def _measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    """Measure a case in all ways; as `run_kind`."""
     import torch
 
     decoder = make_decoder(case, device)

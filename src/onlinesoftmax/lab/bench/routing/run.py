@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ..entries import Measures
 from ..inputs import extra_bytes, lacking
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, clock_of, each_case, over_one_read
-from ..suites import Measures
+from ..run import check_each, over_one_read
 from ..timing import Call, Clock
 from .cases import RouteCase
 from .peers import Gate, OursGate
@@ -28,26 +28,9 @@ SPREAD = 2.0
 KIND: Measures = "gate time"
 
 
-def run_gates(
-    cases: Iterable[RouteCase], everybody: Sequence[Peer], device: Any, repeat_ms: float
-) -> Iterator[CaseResult]:
-    """Measure the cases, one at a time.
-
-    Args:
-        cases: The cases.
-        everybody: `OursGate` and other ways, all of them present.
-        device: A torch device.
-        repeat_ms: Milliseconds for each measurement.
-    """
-    clock = clock_of(everybody, device)
-
-    def lacks(case: RouteCase) -> str | None:
-        return lacking(FLOAT64_COPIES * 8 * case.elements, device)
-
-    def measure(case: RouteCase) -> CaseResult:
-        return _measure(case, everybody, device, repeat_ms, clock)
-
-    return each_case(cases, device, lacks, measure, KIND)
+def lacks_memory(case: RouteCase, device: Any) -> str | None:
+    """Why a case does not fit in the memory of a device; None if it does."""
+    return lacking(FLOAT64_COPIES * 8 * case.elements, device)
 
 
 def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
@@ -60,7 +43,8 @@ def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
     return x.requires_grad_(case.with_gradient), bias
 
 
-def _measure(case: RouteCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+def measure(case: RouteCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    """Measure a case in all ways; as `run_kind`."""
     inputs = make_logits(case, device)
     results, calls = check_each(case, everybody, lambda peer: checked(case, peer, inputs))
     x = inputs[0].detach()

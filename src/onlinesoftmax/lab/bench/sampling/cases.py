@@ -79,3 +79,36 @@ class TokenCase(Case):
     def write_bytes(self) -> int:
         """Bytes of a token and its log-probability, and of the largest ones."""
         return self.rows * (1 + self.top) * (8 + ITEMSIZE[self.accumulator])
+
+
+@dataclass(frozen=True)
+class DecodeCase(TokenCase):
+    """A step of decoding: a decoder reads one token of each row, and the next ones are sampled.
+
+    Attributes:
+        hidden: Width of the decoder.
+        layers: Number of its layers.
+
+    Example:
+        >>> case = DecodeCase("sample", (64, 128256), 1, "bfloat16", asked="top-k 50", hidden=2048, layers=16)
+        >>> str(case), f"{case.parameters:.2e}"
+        ('64 rows, 2048 -> 128256, 16 layers, top-k 50', '1.54e+09')
+    """
+
+    hidden: int = 1
+    layers: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_names("function of decoding", [self.operation], [SAMPLE])
+
+    def __str__(self) -> str:
+        rows, tokens = self.shape
+        return f"{rows} rows, {self.hidden} -> {tokens}, {self.layers} layers, {self.asked}"
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights: those of the embedding, of the layers' products, and of the head."""
+        # Queries and outputs, keys and values of a quarter of the heads, and three products of four times the width.
+        layer = (2 + 2 / 4 + 3 * 4) * self.hidden**2
+        return int(2 * self.shape[1] * self.hidden + self.layers * layer)

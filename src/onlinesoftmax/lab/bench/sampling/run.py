@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from ..entries import Measures
 from ..inputs import extra_bytes, lacking
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, clock_of, each_case, over_one_read
-from ..suites import Measures
+from ..run import check_each, over_one_read
 from ..timing import Call, Clock
 from .cases import TokenCase
 from .peers import OursTokens
@@ -28,26 +28,9 @@ FLOAT64_COPIES = 12
 KIND: Measures = "token time"
 
 
-def run_tokens(
-    cases: Iterable[TokenCase], everybody: Sequence[Peer], device: Any, repeat_ms: float
-) -> Iterator[CaseResult]:
-    """Measure the cases, one at a time.
-
-    Args:
-        cases: The cases.
-        everybody: `OursTokens` and other ways, all of them present.
-        device: A torch device.
-        repeat_ms: Milliseconds for each measurement.
-    """
-    clock = clock_of(everybody, device)
-
-    def lacks(case: TokenCase) -> str | None:
-        return lacking(FLOAT64_COPIES * 8 * case.elements, device)
-
-    def measure(case: TokenCase) -> CaseResult:
-        return _measure(case, everybody, device, repeat_ms, clock)
-
-    return each_case(cases, device, lacks, measure, KIND)
+def lacks_memory(case: TokenCase, device: Any) -> str | None:
+    """Why a case does not fit in the memory of a device; None if it does."""
+    return lacking(FLOAT64_COPIES * 8 * case.elements, device)
 
 
 def make_logits(case: TokenCase, device: Any) -> Any:
@@ -69,13 +52,14 @@ def make_logits(case: TokenCase, device: Any) -> Any:
     return x.to(getattr(torch, case.dtype))
 
 
-def _measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+def measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    """Measure a case in all ways; as `run_kind`."""
     x = make_logits(case, device)
-    results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, x))
+    results, calls = check_each(case, everybody, lambda peer: checked(case, peer, x))
     return over_one_read(CaseResult(case, results=results, measures=KIND), calls, x, clock, repeat_ms)
 
 
-def _checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call]:
+def checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call]:
     """The result of a way without times, and its call."""
     call = partial(peer.prepare(case), x)
     reason, error = wrong(case, x, call(), peer.seeds(case) if isinstance(peer, OursTokens) else None)

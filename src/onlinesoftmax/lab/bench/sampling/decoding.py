@@ -1,0 +1,137 @@
+"""The measurement of decoding: a decoder reads one token of each row and its cache, and a way samples the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ....core.task import ITEMSIZE
+from ..entries import Measures
+from ..inputs import lacking
+from ..peers import Peer
+from ..result import CaseResult, Result
+from ..run import check_each, with_times
+from ..timing import Call, Clock
+from .cases import DecodeCase
+from .run import checked, lacks_memory
+
+KIND: Measures = "decoding time"
+
+CONTEXT = 1024
+"""Tokens whose keys and values the cache has."""
+
+HEAD_SIZE, GROUP = 128, 4
+"""Width of an attention head, and heads that share keys and values, as in Llama 3."""
+
+
+def lacks(case: DecodeCase, device: Any) -> str | None:
+    """Why a case does not fit in the memory of a device; None if it does."""
+    cache = 2 * case.layers * case.rows * CONTEXT * case.hidden // GROUP
+    return lacking(ITEMSIZE[case.dtype] * (case.parameters + cache), device) or lacks_memory(case, device)
+
+
+def measure(case: DecodeCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
+    """Measure a case in all ways; as `run_kind`.  Every step reads the same tokens at the same place."""
+    decode = make_decoder(case, device)
+    logits = decode()  # all calls write this tensor, which the ways read
+
+    def check(peer: Peer) -> tuple[Result, Call]:
+        result, sample = checked(case, peer, logits)
+
+        def step() -> Any:
+            decode()
+            return sample()
+
+        return result, step
+
+    results, calls = check_each(case, everybody, check)
+    samples = clock.measure(calls, repeat_ms) if calls else {}
+    timed = [with_times(result, samples)[0] if result.who in calls else result for result in results]
+    return CaseResult(case, results=timed, measures=KIND)
+
+
+def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:
+    """A decoder with random weights: a call reads a token of each row, and returns the logits of the next one.
+
+    It has the products and the attention of Llama 3, without the rotation of queries and keys.  On a GPU a call replays
+    a CUDA graph.  All calls return the same tensor.
+    """
+    import torch
+
+    layers = [_Layer(case, device) for _ in range(case.layers)]
+    embedding, head = (_weight(case, device, case.shape[1], case.hidden) for _ in range(2))
+    tokens = torch.arange(case.rows, device=device) % case.shape[1]
+    logits = torch.empty(case.shape, dtype=head.dtype, device=device)
+
+    @torch.no_grad()
+    def forward() -> Any:
+        x = embedding[tokens]
+        for layer in layers:
+            x = layer(x)
+        return torch.mm(_normalized(x), head.t(), out=logits)
+
+    return replayed(forward) if device.type == "cuda" else forward
+
+
+class _Layer:
+    """Attention over the cache, and a gated product; each after a normalization."""
+
+    def __init__(self, case: DecodeCase, device: Any) -> None:
+        import torch
+
+        hidden, self.size = case.hidden, min(HEAD_SIZE, case.hidden)
+        self.heads = hidden // self.size
+        self.shared = max(1, self.heads // GROUP)
+        own, inner = self.shared * self.size, 4 * hidden
+        self.widths = hidden, own, own
+        sizes = (hidden + 2 * own, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)
+        self.qkv, self.out, self.up, self.down = (_weight(case, device, *each) for each in sizes)
+        cache = 2, case.rows, self.shared, CONTEXT, self.size
+        self.keys, self.values = torch.randn(cache, dtype=self.out.dtype, device=device)
+
+    def __call__(self, x: Any) -> Any:
+        from torch.nn import functional
+
+        q, k, v = (_normalized(x) @ self.qkv.t()).split(self.widths, 1)
+        for cached, new in ((self.keys, k), (self.values, v)):
+            cached[:, :, -1] = new.view(-1, self.shared, self.size)
+        q = q.view(-1, self.heads, 1, self.size)
+        found = functional.scaled_dot_product_attention(q, self.keys, self.values, enable_gqa=True)
+        x = x + found.flatten(1) @ self.out.t()
+        gate, inner = (_normalized(x) @ self.up.t()).chunk(2, 1)
+        return x + (functional.silu(gate) * inner) @ self.down.t()
+
+
+def _normalized(x: Any) -> Any:
+    from torch.nn import functional
+
+    return functional.rms_norm(x, x.shape[-1:])
+
+
+def _weight(case: DecodeCase, device: Any, rows: int, cols: int) -> Any:
+    """Random numbers with which a product keeps the size of its input."""
+    import torch
+
+    weight = torch.empty(rows, cols, dtype=getattr(torch, case.dtype), device=device)
+    return weight.normal_(0.0, cols**-0.5, generator=torch.Generator(device).manual_seed(rows))
+
+
+def replayed(forward: Callable[[], Any]) -> Callable[[], Any]:
+    """A function on a GPU that writes the same tensor in each call, as replays of a CUDA graph."""
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        # Libraries set themselves up outside of the graph.
+        forward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = forward()
+
+    def replay() -> Any:
+        graph.replay()
+        return found
+
+    return replay
