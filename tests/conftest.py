@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+@cache
 def _has_gpu() -> bool:
     if importlib.util.find_spec("torch") is None:
         return False
@@ -38,17 +40,6 @@ def _has_gpu() -> bool:
 
     return torch.cuda.is_available()
 
-
-HAS_GPU = _has_gpu()
-if not HAS_GPU:
-    # Triton reads it when a kernel is defined, so it must be set before onlinesoftmax is imported.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-    if importlib.util.find_spec("triton"):
-        import triton_interpreter
-
-        triton_interpreter.patch()
-    for name, value in fast_xla.environment().items():
-        os.environ.setdefault(name, value)
 
 # Plans must not depend on tables that were made on this machine.
 os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "onlinesoftmax-tests"))
@@ -82,11 +73,25 @@ def device_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     early = "takes several seconds and cannot be split: begins first, so that no process waits for it at the end"
     config.addinivalue_line("markers", f"early: {early}")
+    # The process that hands out tests to those of pytest-xdist runs none, and they begin after it: it imports no torch.
+    if config.getoption("dist", "no") == "no" and not _has_gpu():
+        _interpret_kernels()
+
+
+def _interpret_kernels() -> None:
+    # Triton reads it when a kernel is defined, so it must be set before a test imports one.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    if importlib.util.find_spec("triton"):
+        import triton_interpreter
+
+        triton_interpreter.patch()
+    for name, value in fast_xla.environment().items():
+        os.environ.setdefault(name, value)
 
 
 def pytest_collection_finish() -> None:
     """Leave out all that was imported from later garbage collections: a benchmark collects before each measurement."""
-    if "jax" in sys.modules and not HAS_GPU:
+    if "jax" in sys.modules and not _has_gpu():
         fast_xla.share_context()
     gc.enable()
     _leave_out_of_collections()
@@ -114,7 +119,7 @@ def _turn(item: pytest.Item) -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=_turn)
-    if HAS_GPU:
+    if _has_gpu():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU: torch.cuda.is_available() is False")
     for item in items:
