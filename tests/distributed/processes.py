@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import multiprocessing
 import os
@@ -90,9 +91,7 @@ def as_torchrun(check: Callable[[Path], None], size: int, folder: Path) -> None:
 
 
 def _with_variables(rank: int, check: Callable[[Path], None], folder: Path, where: dict[str, str]) -> None:
-    torch.set_num_threads(1)
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        triton_interpreter.patch()
+    _prepare()
     os.environ.update(where, RANK=str(rank))
     check(folder)
 
@@ -140,10 +139,18 @@ def _start(function: Callable[..., None], arguments: tuple[Any, ...], size: int)
     mp.start_processes(function, arguments, nprocs=size, start_method=how)
 
 
-def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str, exchange: str) -> None:
+def _prepare() -> None:
+    """Prepare this process, which a server has forked, for a check."""
+    # A collection passes all objects of the server's modules, and copies their memory into this process.
+    gc.freeze()
+    gc.set_threshold(100000, 20, 20)
     torch.set_num_threads(1)
     if os.environ.get("TRITON_INTERPRET") == "1":
         triton_interpreter.patch()
+
+
+def _one(rank: int, check: Callable[..., None], cuts: tuple[int, ...], store: str, backend: str, exchange: str) -> None:
+    _prepare()
     how: dict[str, Any] = {"init_method": f"file://{store}", "rank": rank, "world_size": len(cuts) - 1}
     if backend == "nccl":
         torch.cuda.set_device(rank)
