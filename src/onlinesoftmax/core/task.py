@@ -8,10 +8,10 @@ framework, so `explain` makes the same task for a shape as a call makes for a te
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from .declaration import Accumulator, Operation, Output, ValueKind, accumulator_dtype
 from .options import SCORE_OPTIONS, query_axis
@@ -75,14 +75,18 @@ class ColumnRange(NamedTuple):
 class WithFacts:
     """A record that computes its cached properties when it is made, so that to read one is never a call."""
 
-    _facts: ClassVar[tuple[str, ...]]
+    _facts: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]]
 
     def __init_subclass__(cls) -> None:
-        cls._facts = tuple(name for name in dir(cls) if isinstance(getattr(cls, name), cached_property))
+        named = ((name, getattr(cls, name)) for name in dir(cls))
+        cls._facts = tuple((name, each.func) for name, each in named if isinstance(each, cached_property))
 
     def __post_init__(self) -> None:
-        for name in self._facts:
-            getattr(self, name)
+        known = self.__dict__
+        for name, compute in self._facts:
+            # A read would take a lock in Python 3.11.
+            if name not in known:
+                known[name] = compute(self)
 
 
 @dataclass(frozen=True)
