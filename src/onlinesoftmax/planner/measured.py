@@ -108,14 +108,20 @@ class Table:
     bandwidth: float
     cells: Mapping[Key, list[Cell]] = field(repr=False, hash=False, compare=False)
     every_variant: bool = True
+    _lengths: dict[Any, dict[int, list[Cell]]] = field(
+        default_factory=dict, init=False, repr=False, hash=False, compare=False
+    )
 
     def lengths(self, key: Key, backends: Collection[str]) -> dict[int, list[Cell]]:
         """The cells under a key that have times of these backends, by their columns."""
-        lengths: dict[int, list[Cell]] = {}
-        for cell in self.cells.get(key, []):
-            if any(timing.backend in backends for timing in cell.timings):
-                lengths.setdefault(cell.cols, []).append(cell)
-        return lengths
+        asked = key, frozenset(backends)
+        if asked not in self._lengths:
+            lengths: dict[int, list[Cell]] = {}
+            for cell in self.cells.get(key, []):
+                if any(timing.backend in backends for timing in cell.timings):
+                    lengths.setdefault(cell.cols, []).append(cell)
+            self._lengths[asked] = lengths
+        return self._lengths[asked]
 
     def with_cell(self, key: Key, cell: Cell) -> Table:
         """The table with one more cell, merged into the cell of the same shape where there is one."""
