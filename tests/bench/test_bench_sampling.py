@@ -76,18 +76,22 @@ def test_a_token_that_is_not_kept_has_no_time() -> None:
     assert (late.status, late.reason, late.times) == ("wrong", "3 of 3 tokens are not kept", None)
 
 
-def test_a_step_of_decoding_samples_from_the_logits_of_the_decoder() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_step_of_decoding_samples_from_the_logits_of_the_decoder(device: str) -> None:
     case = DecodeCase(SAMPLE, (3, 500), 1, "bfloat16", asked="top-k 50", hidden=32, layers=1)
-    everybody = [OursTokens("cpu"), TorchTokens("cpu"), Late("cpu")]
-    (found,) = run_kind("decoding time", [case], everybody, CPU, 1)
+    where, everybody = torch.device(device), [OursTokens(device), TorchTokens(device), Late(device)]
+    (found,) = run_kind("decoding time", [case], everybody, where, 1)
     assert [result.status for result in found.results] == ["ok", "ok", "wrong"]
     assert all(result.times for result in found.results[:2])
-    decode = make_decoder(case, CPU)
+    decode = make_decoder(case, where)
     first = decode()
     before = first.clone()
+    # A call reads its weights, whatever is allocated after them.
+    others = [torch.full((1 << 16,), 1 << 40, device=where) for _ in range(20)]
     assert 0.5 < before.float().std() < 2
     assert decode() is first
     assert torch.equal(first, before)
+    del others
 
 
 def test_the_suite_of_decoding_writes_a_record(tmp_path: Path) -> None:

@@ -115,6 +115,8 @@ def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: f
     """Measure a case in all ways; as `run_kind`."""
     import torch
 
+    # A function that torch.compile meets in too many forms runs as it is.
+    torch._dynamo.reset()
     decoder = make_decoder(case, device)
     batch = make_batch(case, decoder, device)
     # A rate of 0: the optimizer does its work, and all steps find the same weights.

@@ -70,7 +70,7 @@ def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:
             x = layer(x)
         return torch.mm(_normalized(x), head.t(), out=logits)
 
-    return replayed(forward) if device.type == "cuda" else forward
+    return _Replayed(forward) if device.type == "cuda" else forward
 
 
 class _Layer:
@@ -116,22 +116,25 @@ def _weight(case: DecodeCase, device: Any, rows: int, cols: int) -> Any:
     return weight.normal_(0.0, cols**-0.5, generator=torch.Generator(device).manual_seed(rows))
 
 
-def replayed(forward: Callable[[], Any]) -> Callable[[], Any]:
-    """A function on a GPU that writes the same tensor in each call, as replays of a CUDA graph."""
-    import torch
+class _Replayed:
+    """A function on a GPU that writes the same tensor in each call, as replays of a CUDA graph.
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        # Libraries set themselves up outside of the graph.
-        forward()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = forward()
+    A graph does not keep the tensors alive that it reads; the function does.
+    """
 
-    def replay() -> Any:
-        graph.replay()
-        return found
+    def __init__(self, forward: Callable[[], Any]) -> None:
+        import torch
 
-    return replay
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            # Libraries set themselves up outside of the graph.
+            forward()
+        torch.cuda.current_stream().wait_stream(side)
+        self.forward, self.graph = forward, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.found = forward()
+
+    def __call__(self) -> Any:
+        self.graph.replay()
+        return self.found
