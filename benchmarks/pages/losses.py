@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.report.panels import NAMES
+from onlinesoftmax.lab.report.records import Record
 
 from .markdown import (
     ABSENT,
@@ -179,18 +180,42 @@ def jax_losses_table(records: Records) -> str:
 
 def distributed_table(records: Records) -> str:
     """Rows that are sharded over the GPUs of one host: the time of every case by each way, and the extra memory."""
-    found = [(_gpu(record), each) for record in _of_many(records) for each in record.sharded if not each.skipped]
-    if not found:
-        return ABSENT
-    rows = []
-    for gpu, each in found:
+    header = ("copy of a shard", *WAYS.values(), "extra: ours", "extra: `loss_parallel`")
+
+    def cells(each: CaseResult) -> list[str]:
         results = {result.who: result for result in each.results if result.times}
-        times = [microseconds(results[who].times.median_us) if who in results else NOTHING for who in WAYS]
-        copy = microseconds(each.copy and each.copy.median_us)
         extra = (size(results[who].extra_bytes if who in results else None) for who in ("ours", "loss-parallel"))
-        rows.append([f"{_name(each)} on {each.processes} {gpu}s", copy, f"**{times[0]}**", *times[1:], *extra])
-    header = ("call", "copy of a shard", *WAYS.values(), "extra: ours", "extra: `loss_parallel`")
-    return f"{table(header, rows)}\n\n{source(*_of_many(records))}"
+        return [microseconds(each.copy and each.copy.median_us), *_times(each, WAYS), *extra]
+
+    return _of_many(records, "distributed", header, cells)
+
+
+def sharded_heads_table(records: Records) -> str:
+    """Heads whose classes are sharded over the GPUs of one host: the time by each way, and of the bare products."""
+    ways = {who: name for who, name in WAYS.items() if who in ("ours", "collective", "one-process")}
+
+    def cells(each: CaseResult) -> list[str]:
+        products = (each.three_products, each.four_products)
+        return [*_times(each, ways), *(microseconds(bare and bare.median_us) for bare in products)]
+
+    header = (*ways.values(), "three products on one GPU", "four products on one GPU")
+    return _of_many(records, "distributed-heads", header, cells)
+
+
+def _times(each: CaseResult, ways: Iterable[str]) -> list[str]:
+    times = {result.who: result.times for result in each.results}
+    found = [microseconds(of.median_us) if (of := times.get(who)) else NOTHING for who in ways]
+    return [f"**{found[0]}**", *found[1:]]
+
+
+def _of_many(records: Records, suite: str, header: Sequence[str], cells: Callable[[CaseResult], Sequence[str]]) -> str:
+    """A row for each case of a suite that several GPUs measure, from the records of all GPUs."""
+    found = [record for record in records if record.name.partition("-")[2] == f"{suite}.json"]
+    rows = [
+        [f"{_name(each)} on {_gpus(record)}", *cells(each)]
+        for record in found if "processes" in record.content for each in record.results if not each.skipped
+    ]  # fmt: skip
+    return f"{table(('call', *header), rows)}\n\n{source(*found)}" if rows else ABSENT
 
 
 def _name(each: CaseResult) -> str:
@@ -199,18 +224,7 @@ def _name(each: CaseResult) -> str:
     return " ".join([*words, *([case.reduction] if case.reduction == "none" else [])])
 
 
-def _gpu(record: Any) -> str:
-    """Model of the GPU of a record, as "H200"."""
+def _gpus(record: Record) -> str:
+    """Number and model of the GPUs of a record, as "2 H200s"."""
     name: str = record.content["device"]["name"]
-    return name.removeprefix("NVIDIA ").split()[0]
-
-
-def _of_many(records: Records) -> list[Any]:
-    """The records of several GPUs, the one with the most cases first."""
-    found = [record for record in records if "processes" in record.content]
-    return sorted(found, key=lambda record: -len(record.sharded))
-
-
-def sharded(records: Records) -> list[CaseResult]:
-    """The results of the records of several GPUs."""
-    return [each for record in _of_many(records) for each in record.sharded]
+    return f"{record.content['processes']['count']} {name.removeprefix('NVIDIA ').split()[0]}s"

@@ -9,7 +9,6 @@ from onlinesoftmax.lab.bench.host_times import PLAIN
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.report.panels import NAMES
 
-from .losses import sharded
 from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table
 from .records import Records, result_of
 
@@ -129,17 +128,11 @@ def _one(
 
 def _sharded(records: Records) -> list[str]:
     """The loss with its columns on several GPUs; PyTorch's way is loss_parallel."""
-    title = "cross-entropy and its gradient, columns on {} GPUs, µs"
-    for found in sharded(records):
-        case = found.case
-        if (case.operation, case.shape, case.with_gradient, case.reduction) == (
-            "cross_entropy", VOCABULARY, True, "mean"
-        ):  # fmt: skip
-            times = {result.who: result.times.median_us for result in found.results if result.times}
-            theirs = f"{microseconds(times.get('loss-parallel'))} (`loss_parallel`)"
-            rest = [NOTHING] * (len(LIBRARIES) - 2)
-            return [title.format(found.processes), microseconds(times.get("ours")), theirs, *rest]
-    return [title.format("several"), *[NOTHING] * len(LIBRARIES)]
+    title = "cross-entropy and its gradient, columns on 2 GPUs, µs"
+    case = Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True)
+    times = [records.result(case, who, "h200x2-distributed") for who in ("ours", "loss-parallel")]
+    ours, theirs = (microseconds(each.times.median_us if each and each.times else None) for each in times)
+    return [title, ours, f"{theirs} (`loss_parallel`)", *[NOTHING] * (len(LIBRARIES) - 2)]
 
 
 def _host(records: Records) -> list[str]:
