@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import forward, limits, losses, others, peers, readme, tokens
+from . import forward, limits, losses, others, peers, readme, steps, tokens
 from .charts import CHARTS
 from .records import Records
 
@@ -14,7 +14,7 @@ _BLOCK = {"records": "Records", "return": "str"}
 
 BLOCKS: dict[str, Callable[[Records], str]] = {
     name: function
-    for module in (readme, forward, losses, others, limits, tokens, peers)
+    for module in (readme, forward, losses, others, limits, tokens, peers, steps)
     for name, function in vars(module).items()
     if not name.startswith("_") and getattr(function, "__annotations__", None) == _BLOCK
 }

@@ -7,6 +7,7 @@ from typing import Any
 
 import altair as alt
 
+from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING
 from onlinesoftmax.lab.report.charts import COLORS, GREY, HEIGHT, static, svg
 from onlinesoftmax.lab.report.panels import COPY, NAMES, joined, series
 from onlinesoftmax.lab.report.records import Record
@@ -14,6 +15,7 @@ from onlinesoftmax.lab.report.records import Record
 from .losses import CROSS_ENTROPY
 from .markdown import shape
 from .records import Records
+from .steps import DECODING_WAYS, STEP_WAYS, named, tokens_per_second
 
 ROOM = 24
 """Pixels beside texts: a browser's font may be wider than that of the program that makes the SVG."""
@@ -45,28 +47,59 @@ def by_length(
 def losses(records: Records) -> str:
     """Times of the mean cross-entropy with its gradient in copies, as bars of every library and shape."""
     found = records.cases(CROSS_ENTROPY, dtype="bfloat16", reduction="mean", with_gradient=True)
-    names = {"ours": "ours"} | NAMES
     bars = [
-        {"shape": shape(each.case), "library": names[result.who], "copies": round(result.copies, 3)}
+        (shape(each.case), {"ours": "ours", **NAMES}[result.who], result.copies)
         for each in found for result in each.results if result.copies
     ]  # fmt: skip
-    here = [name for name in names.values() if any(bar["library"] == name for bar in bars)]
-    base = alt.Chart(alt.NamedData("bars"))
+    return _bars(bars, "time of forward and backward, in copies of the logits", floor=1)
+
+
+def whole_steps(operation: str) -> Callable[[Records], str]:
+    """A function that draws the speeds of the training steps with this loss, as bars of every way and size."""
+
+    def draw(records: Records) -> str:
+        found = records.cases(records.first("training-step"), operation=operation)
+        bars = [
+            (named(each), STEP_WAYS[result.who], tokens_per_second(each, result))
+            for each in found for result in each.results if result.times
+        ]  # fmt: skip
+        return _bars(bars, "tokens per second")
+
+    return draw
+
+
+def decoding(records: Records) -> str:
+    """Times of a step of decoding of many rows, as bars of every way and of what is asked."""
+    found = records.cases(records.first("decoding"))
+    many = max((each.case.rows for each in found), default=0)
+    bars = [
+        (named(each), DECODING_WAYS[result.who], result.times.median_us / 1e3)
+        for each in found for result in each.results if result.times and each.case.rows == many
+    ]  # fmt: skip
+    return _bars(bars, "milliseconds of a step: less is better")
+
+
+def _bars(bars: Sequence[tuple[str, str, float]], title: str, floor: float | None = None) -> str:
+    """Bars (group, library, value) of groups below each other, with a dashed line at the floor."""
+    values = [{"group": group, "library": library, "value": float(f"{value:.4g}")} for group, library, value in bars]
+    here = list(dict.fromkeys(library for _, library, _ in bars))
     color = alt.Color("library:N", scale=alt.Scale(domain=here, range=list(COLORS)), sort=None,
-                      legend=alt.Legend(title=None, orient="bottom"))  # fmt: skip
-    drawn = base.mark_bar().encode(
-        y=alt.Y("shape:N", title=None, sort=None), yOffset=alt.YOffset("library:N", sort=here), color=color,
-        x=alt.X("copies:Q", title="time of forward and backward, in copies of the logits", axis=alt.Axis(tickCount=8)),
+                      legend=alt.Legend(title=None, orient="bottom", columns=5))  # fmt: skip
+    drawn = alt.Chart(alt.NamedData("bars")).mark_bar().encode(
+        y=alt.Y("group:N", title=None, sort=None, axis=alt.Axis(labelLimit=400)),
+        yOffset=alt.YOffset("library:N", sort=here), color=color,
+        x=alt.X("value:Q", title=title, axis=alt.Axis(tickCount=8)),
     )  # fmt: skip
-    floor = alt.Chart(alt.NamedData("floor")).mark_rule(strokeDash=[5, 4], color=GREY).encode(x="copies:Q")
-    document = alt.layer(drawn, floor).to_dict()
+    rule = alt.Chart(alt.NamedData("floor")).mark_rule(strokeDash=[5, 4], color=GREY).encode(x="value:Q")
+    document = (alt.layer(drawn, rule) if floor is not None else alt.layer(drawn)).to_dict()
     del document["config"]
+    groups = len({group for group, _, _ in bars})
     return static(
         document
         | {
-            "height": 260,
+            "height": max(160, groups * (12 * len(here) + 10)) if floor is None else 260,
             "padding": {"left": ROOM, "right": 5, "top": 5, "bottom": 5},
-            "datasets": {"bars": bars, "floor": [{"copies": 1}]},
+            "datasets": {"bars": values, "floor": [{"value": floor}]},
         }
     )
 
@@ -78,6 +111,9 @@ CHARTS: dict[str, Callable[[Records], str]] = {
     "gradients-h200": by_length(["h200-gradients"], "softmax_backward, bfloat16"),
     "softmax-jax-h200": by_length(["h200-jax-forward", "h200-jax-lengths"], "softmax, bfloat16"),
     "losses-h200": losses,
+    "training-steps": whole_steps(TRAINING),
+    "policy-steps": whole_steps(POLICY),
+    "decoding": decoding,
 }
 """The function that draws each chart, by the name of its file."""
 
