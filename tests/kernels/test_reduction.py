@@ -178,7 +178,7 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
         monkeypatch.setattr(launches, "loaded", lambda *_: 1)
         # The words of a stream, filled when they are made.
         monkeypatch.setattr(
-            cuda, "words_of_stream",
+            launches, "words_of_stream",
             lambda use, count, value, *_: made.setdefault(use, torch.full((count,), value, dtype=torch.int64)),
         )  # fmt: skip
         monkeypatch.setattr(launches, "may_begin_early", lambda _: True)

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-
-import torch
+from typing import TYPE_CHECKING
 
 from ..sharded import FLOATS, INTEGERS, TENSORS, ShardedRows
 from . import driver
-from .launch import small_kernel
 from .source import declarations, program, typed
+
+if TYPE_CHECKING:
+    import torch
 
 THREADS = 128
 
 
 def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], None]:
     """The function run(tensors) of the kernel "merge" or "incoming", for the tensors of `rows.names` on one device."""
+    # The source of the kernel needs no torch.
+    import torch
+
+    from .launch import small_kernel
+
     places = tuple((TENSORS.index(name), name) for name in rows.names)
     stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {kernel}_kernel"
 

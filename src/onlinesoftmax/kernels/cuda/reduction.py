@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ..reduction import Reduction
 from . import driver
 from .arguments import EMPTY
-from .launch import small_kernel, words_of_stream
 from .source import declarations, program, typed
+
+if TYPE_CHECKING:
+    import torch
 
 THREADS, BATCH = 512, 8
 """Threads of a block, and rows that a thread loads at once."""
@@ -33,6 +33,11 @@ _OUT, _MAIL = POINTERS.index("out"), POINTERS.index("mail")
 
 def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]:
     """The function run(out, tensors) for tensors on one device."""
+    # The source of the kernel needs no torch.
+    import torch
+
+    from .launch import small_kernel, words_of_stream
+
     blocks = blocks_of(reduction)
     inputs = tuple((POINTERS.index(name), name) for name in reduction.tensors)
     stream_of = torch._C._cuda_getCurrentRawStream
