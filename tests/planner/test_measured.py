@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_a_length_between_cells_is_planned_as_well_as_its_neighbours(cols: int, 
     chosen = plan(problem, H200, table=table)
     assert chosen.reads == 1
     beside = []
-    for cell, _, _ in anchors(table, problem, ["cuda"]):
+    for cell, *_ in anchors(table, problem, ["cuda"]):
         there = Problem("softmax", cell.rows, cell.cols, dtype)
         beside.append(cell.timings[0].us * H200.bandwidth * 1e3 / (there.read_bytes + there.write_bytes))
     assert chosen.estimate_us / chosen.floor_us < 1.1 * max(beside)
@@ -334,7 +335,8 @@ def test_cells_of_one_shape_merge() -> None:
 
 def test_a_variant_has_one_text() -> None:
     for variant in (FAST, ROW, Variant(), Variant(team="all", shared=True, chunks=4)):
-        assert Variant.parse(str(variant)) == variant
+        assert Variant.parse(str(variant)) is variant
+        assert pickle.loads(pickle.dumps(variant)) is variant
     for text in ("512 x 2", "warps=4", "terms=1", "threads"):
         with pytest.raises(ValueError, match="no field of a variant"):
             Variant.parse(text)

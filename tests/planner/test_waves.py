@@ -1,4 +1,4 @@
-"""Forecasts beyond a change of the resident blocks, and of a last wave of few rows."""
+"""Forecasts beyond a change of the resident blocks, of a last wave of few rows, and of the best of many proposals."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.planner.forecast import anchors
+from onlinesoftmax.planner.forecast import anchors, forecast_for
 from onlinesoftmax.planner.measured import Cell, Key, Table, Timing, table_for
 from onlinesoftmax.planner.plan import plan
+from onlinesoftmax.planner.strategies import TABLE, strategies_of
 from onlinesoftmax.planner.variant import Variant
 
 H100 = known("h100")
@@ -78,3 +79,25 @@ def test_rows_beside_a_measured_length_are_not_given_to_lone_blocks(
     chosen = plan(Problem("softmax", rows, cols, dtype), device, table=table_for(device))
     assert chosen.reads == 1
     assert chosen.resident > 1 or chosen.kernel, chosen
+
+
+@pytest.mark.parametrize("rows", [1, 4096])
+@pytest.mark.parametrize("operation", ["softmax", "logsumexp", "cross_entropy"])
+def test_the_best_of_many_proposals_is_the_least_of_each(operation: str, rows: int) -> None:
+    """Estimates of proposals that cannot win are left out; a proposal alone always has its own."""
+    table = table_for(H100)
+    assert table is not None
+    compared = 0
+    for cols in (5, 300, 4096, 30000, 100277, 1 << 22):
+        problem = Problem(operation, rows, cols, "bfloat16")
+        forecast = forecast_for(table, problem, H100, ("cuda", "triton", "eager"))
+        assert forecast is not None
+        for _, _, propose in strategies_of(problem.declaration, TABLE)[0]:
+            options = propose(problem, H100)
+            if isinstance(options, str) or len(options) < 2:
+                continue
+            alone = [forecast.best([option], propose) for option in options]
+            least = min(alone, key=lambda plan: plan.rank_us)
+            assert forecast.best(options, propose) == least
+            compared += 1
+    assert compared > 6

@@ -43,7 +43,7 @@ def report(
     The page works offline: it loads nothing.  It shows speed, time, memory and error of every library over the row
     length, beside the copy, and the machine, the versions and the commit of each record.  On the picker, choose a
     shape by slider and lists, and see the planner's choice, its numbers and its reasons.  The planner makes these
-    answers while the page is made, which takes one to three minutes on two processors.  They are kept in the cache
+    answers while the page is made, which takes one to two minutes on two processors.  They are kept in the cache
     folder, so the next page takes seconds.
 
     A link such as report.html#gpu=h200&rows=64&cols=128256 opens the page on a choice.

@@ -78,15 +78,15 @@ class WithFacts:
     _facts: ClassVar[tuple[tuple[str, Callable[[Any], Any]], ...]]
 
     def __init_subclass__(cls) -> None:
-        named = ((name, getattr(cls, name)) for name in dir(cls))
-        cls._facts = tuple((name, each.func) for name, each in named if isinstance(each, cached_property))
+        # In the order of their definitions, in which most of them read those before them.
+        cls._facts = tuple((name, each.func) for name, each in vars(cls).items() if isinstance(each, cached_property))
 
     def __post_init__(self) -> None:
-        known = self.__dict__
+        # cached_property itself takes a lock, which is most of the time of making a record.
+        found = vars(self)
         for name, compute in self._facts:
-            # A read would take a lock in Python 3.11.
-            if name not in known:
-                known[name] = compute(self)
+            if name not in found:
+                found[name] = compute(self)
 
 
 @dataclass(frozen=True)

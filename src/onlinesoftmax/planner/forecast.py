@@ -12,8 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ..core.device import Device
@@ -77,7 +77,7 @@ class Source(NamedTuple):
 
     name: str
     key: Key
-    backends: Collection[str]
+    backends: frozenset[str]
     lengths: Lengths
 
 
@@ -95,7 +95,7 @@ def source_for(table: Table, problem: Problem, backends: Collection[str]) -> Sou
     for (length, is_taken), (rows, key) in itertools.product(LENGTHS, keys.items()):
         # CUDA kernels split an unaligned row, so that most of it is read as an aligned one.  The other compilers make
         # slower code of unaligned rows, so times of aligned rows say nothing about them.
-        usable = {"cuda"} & {*backends} if own.unaligned and not key.unaligned else {*backends}
+        usable = frozenset({"cuda"} & {*backends} if own.unaligned and not key.unaligned else backends)
         lengths = table.lengths(key, usable)
         if not lengths or not is_taken(problem, key, lengths):
             continue
@@ -114,11 +114,19 @@ def source_for(table: Table, problem: Problem, backends: Collection[str]) -> Sou
 
 
 class Anchor(NamedTuple):
-    """A measured shape near a problem, the factor for its time without launches, and the name of its fallback."""
+    """A measured shape near a problem.
+
+    Attributes:
+        cell: The shape and its times.
+        weight: Factor of its times without launches.
+        source: Name of its fallback.
+        like: The problem for rows of its length.
+    """
 
     cell: Cell
     weight: float
     source: str
+    like: Problem
 
 
 def anchors(table: Table, problem: Problem, backends: Collection[str]) -> list[Anchor]:
@@ -137,15 +145,15 @@ def anchors(table: Table, problem: Problem, backends: Collection[str]) -> list[A
     dtype = problem.dtype if source.key.itemsize == problem.itemsize else "float32"
     found = []
     for cols, part_of_cols in _between(problem.cols, source.lengths, math.log2):
+        like_here = problem.for_rows(problem.rows, cols)
         cells = {cell.rows: cell for cell in source.lengths[cols]}
         pairs = _between(problem.rows, cells, float)
         for rows, part_of_rows in pairs:
             # Between two numbers of rows, the parts say how the time grows; beyond the ends, the bytes do.
             like = source.key.problem(problem.rows if len(pairs) > 1 else rows, cols, dtype)
             moved, measured = (measured_bytes(each) + latency_bytes(table.bandwidth) for each in (problem, like))
-            timings = tuple(timing for timing in cells[rows].timings if timing.backend in source.backends)
-            cell = replace(cells[rows], timings=timings)
-            found.append(Anchor(cell, part_of_cols * part_of_rows * moved / measured, source.name))
+            cell = cells[rows].of_backends(source.backends)
+            found.append(Anchor(cell, part_of_cols * part_of_rows * moved / measured, source.name, like_here))
     return found
 
 
@@ -191,64 +199,85 @@ class Forecast:
     table: Table
     anchors: tuple[Anchor, ...]
 
+    @cached_property
+    def slower(self) -> float:
+        """Factor of the time of a transfer on the device, over that on the device of the table."""
+        return _slowed(self.problem, self.table.bandwidth, self.table.bandwidth / self.device.bandwidth)
+
+    @cached_property
+    def has_many_rows(self) -> bool:
+        """True where many more rows were measured than the problem has.
+
+        A forecast from many rows is too optimistic for few, because one program for each row no longer fills the
+        device.  CUDA was measured with few rows too.
+        """
+        return min(anchor.cell.rows for anchor in self.anchors) > 2 * self.problem.rows
+
     def best(self, options: list[Proposal], propose: Propose) -> Plan:
         """The plan of the variant with the least time among those that a strategy proposes for the problem.
 
         A variant that was the fastest for a shorter row may not be among them: its blocks may be too small for the row.
         """
-        backend, strategy = options[0].backend, options[0].strategy
-        known = []
-        for cell, weight, _ in self.anchors:
-            of_backend = [timing for timing in cell.timings if timing.backend == backend]
-            times = {timing.variant: timing.us for timing in of_backend if timing.strategy == strategy}
-            if times and not self.table.every_variant:
-                otherwise = UNMEASURED_RATIO * min(times.values())
+        known = [self._known(anchor, options[0], propose) for anchor in self.anchors]
+        measured = {variant for each in known for variant in each.times}
+        guesses: dict[int, float] = {}
+        best, least, is_measured = options[0], math.inf, False
+        for option in options:
+            names = [option.variant]
+            if not self.problem.declaration.may_keep_terms:
+                # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
+                names.append(option.variant.with_terms())
+            unmeasured = measured.isdisjoint(names)
+            if not unmeasured or option.launches not in guesses:
+                us = self._us(option, names, known)
+                if unmeasured:
+                    guesses[option.launches] = us
             else:
-                otherwise = KEPT_RATIO * min(timing.us for timing in of_backend or cell.timings)
-            like = self.problem.for_rows(self.problem.rows, cell.cols)
-            paces = _paces_of(propose, like, cell.rows, self.device) if times else {}
-            known.append(Known(weight, times, otherwise, paces))
-        times_of_options = [self._us(option, known) for option in options]
-        us, is_measured = best = min(times_of_options, key=lambda pair: pair[0])
+                us = guesses[option.launches]
+            if self.problem.sharded:
+                us += exchange_us(option, self.problem, self.device)
+            if us < least and (unmeasured or (self.has_many_rows and option.backend != "cuda")):
+                # Take the larger of forecast and estimate, so that an optimistic guess does not win.
+                us = max(us, estimated_us(option, self.problem, self.device))
+            if us < least:
+                best, least, is_measured = option, us, not unmeasured
         shapes = ", ".join(f"{anchor.cell.rows} x {anchor.cell.cols}" for anchor in self.anchors)
-        measured = (self.table.device, f"{self.anchors[0].source}: {shapes}") if is_measured else ("", "")
-        return priced(options[times_of_options.index(best)], self.problem, self.device, us, *measured)
+        on = (self.table.device, f"{self.anchors[0].source}: {shapes}") if is_measured else ("", "")
+        return priced(best, self.problem, self.device, least, *on)
 
-    def _us(self, option: Proposal, known: list[Known]) -> tuple[float, bool]:
-        """Microseconds of a proposal, and True where an anchor names its variant.
+    def _known(self, anchor: Anchor, option: Proposal, propose: Propose) -> Known:
+        """What is known of the strategy of a proposal at an anchor."""
+        times, fastest = anchor.cell.times(option.backend, option.strategy)
+        if times and not self.table.every_variant:
+            otherwise = UNMEASURED_RATIO * min(times.values())
+        else:
+            otherwise = KEPT_RATIO * fastest
+        paces = _paces_of(propose, anchor.like, anchor.cell.rows, self.device) if times else {}
+        return Known(anchor.weight, times, otherwise, paces)
+
+    def _us(self, option: Proposal, names: list[Variant], known: list[Known]) -> float:
+        """Microseconds of a proposal from those of its variant; the same for all that no anchor names.
 
         The logits that the gradient of a softcap reads beside its input are added at full bandwidth, alike for every
         proposal.
 
         Args:
             option: The proposal.
+            names: The variants whose times stand for it.
             known: What is known of its strategy at each anchor.
         """
         problem, device, launches = self.problem, self.device, option.launches * LAUNCH_US
-        here = _pace(option, problem, device)
-        names = [option.variant]
-        if not problem.declaration.may_keep_terms:
-            # The table's operation may keep terms where the problem's cannot: the same blocks with terms.
-            names.append(option.variant.with_terms())
-        transfer, is_measured = 0.0, False
+        here: Pace | None = None
+        transfer = 0.0
         for weight, times, otherwise, paces in known:
             found = [times[name] for name in names if name in times]
             # Launches take as long for any number of bytes: only the rest of the time grows with them.
             weight *= max(min(found, default=otherwise) - launches, 0.0)
             if found:
-                is_measured = True
+                here = here or _pace(option, problem, problem, device)
                 weight *= _slowed(problem, device.bandwidth, here.time_of_byte(paces.get(option.variant, here)))
             transfer += weight
-        slower = _slowed(problem, self.table.bandwidth, self.table.bandwidth / device.bandwidth)
-        us = launches + slower * transfer + problem.all_logit_bytes / (device.bandwidth * 1e3)
-        us += exchange_us(option, problem, device)
-        # A forecast from many rows is too optimistic for few, because one program for each row no longer fills the
-        # device.  CUDA was measured with few rows too.
-        has_many_rows = min(anchor.cell.rows for anchor in self.anchors) > 2 * problem.rows
-        if not is_measured or (has_many_rows and option.backend != "cuda"):
-            # Take the larger of forecast and estimate, so that an optimistic guess does not win.
-            us = max(us, estimated_us(option, problem, device))
-        return us, is_measured
+        return launches + self.slower * transfer + problem.all_logit_bytes / (device.bandwidth * 1e3)
 
 
 def forecast_for(table: Table, problem: Problem, device: Device, backends: Collection[str]) -> Forecast | None:
@@ -277,10 +306,9 @@ class Pace(NamedTuple):
         return max(1.0, measured.busy / self.busy) * self.stretch / measured.stretch
 
 
-def _pace(option: Proposal, problem: Problem, device: Device, rows: int | None = None) -> Pace:
-    """The pace of a proposal, with the stretch of a call of so many rows."""
-    like = problem if rows is None else problem.for_rows(rows)
-    return Pace(busy(option, problem, device), stretch(option, like, device))
+def _pace(option: Proposal, problem: Problem, call: Problem, device: Device) -> Pace:
+    """The pace of a proposal for a problem, with the stretch of a call of perhaps other rows."""
+    return Pace(busy(option, problem, device), stretch(option, call, device))
 
 
 class Known(NamedTuple):
@@ -302,10 +330,15 @@ class Known(NamedTuple):
 @lru_cache(maxsize=4096)
 def _paces_of(propose: Propose, problem: Problem, rows: int, device: Device) -> dict[Variant, Pace]:
     """The pace of each variant of a strategy.  Few shapes are measured, so most calls repeat."""
+    call = problem.for_rows(rows)
+    return {option.variant: _pace(option, problem, call, device) for option in _proposals(propose, problem, device)}
+
+
+@lru_cache(maxsize=1024)
+def _proposals(propose: Propose, problem: Problem, device: Device) -> list[Proposal]:
+    """The proposals for the length of a measured row, of which several numbers were measured."""
     options = propose(problem, device)
-    if isinstance(options, str):
-        return {}
-    return {option.variant: _pace(option, problem, device, rows) for option in options}
+    return [] if isinstance(options, str) else options
 
 
 def _slowed(problem: Problem, bandwidth: float, ratio: float) -> float:

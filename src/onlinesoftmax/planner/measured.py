@@ -83,6 +83,24 @@ class Cell:
     cols: int
     timings: tuple[Timing, ...]
     backends: tuple[str, ...] = ("cuda",)
+    _found: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def of_backends(self, backends: frozenset[str]) -> Cell:
+        """The cell with the timings of these backends alone.  It is kept, as the times are: most plans repeat it."""
+        if backends not in self._found:
+            timings = tuple(timing for timing in self.timings if timing.backend in backends)
+            self._found[backends] = replace(self, timings=timings)
+        found: Cell = self._found[backends]
+        return found
+
+    def times(self, backend: str, strategy: str) -> tuple[dict[Variant, float], float]:
+        """Microseconds of the variants of a strategy, and of the fastest of its backend, or of all if it has none."""
+        if (backend, strategy) not in self._found:
+            of_backend = [timing for timing in self.timings if timing.backend == backend]
+            times = {timing.variant: timing.us for timing in of_backend if timing.strategy == strategy}
+            self._found[backend, strategy] = times, min(timing.us for timing in of_backend or self.timings)
+        found: tuple[dict[Variant, float], float] = self._found[backend, strategy]
+        return found
 
     def merged(self, other: Cell) -> Cell:
         """The timings of two cells of the same shape; the other cell's timings replace those of the same backend."""

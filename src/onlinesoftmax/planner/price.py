@@ -45,6 +45,9 @@ class Plan(Proposal):
         return f"<Plan {name}: {self.programs} x {self.block} columns, {self.estimate_us:.1f} us on {self.device}>"
 
 
+PROPOSED = tuple(field.name for field in fields(Proposal))
+"""Fields of a plan that its proposal has."""
+
 SECTOR_BYTES = 32
 """Bytes of the smallest transfer from device memory."""
 
@@ -63,7 +66,7 @@ def priced(
     bytes_moved = problem.read_bytes + problem.write_bytes + bytes_read_again(proposal, problem)
     floor = (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3)
     us = estimated_us(proposal, problem, device) if forecast_us is None else forecast_us
-    known = {field.name: getattr(proposal, field.name) for field in fields(Proposal)}
+    known = {name: getattr(proposal, name) for name in PROPOSED}
     estimate = max(us, floor, proposal.launches * LAUNCH_US)
     return Plan(**known, device=device.name, bytes_moved=bytes_moved, floor_us=floor, estimate_us=estimate, rank_us=us,
                 measured_on=measured_on, cells=cells)  # fmt: skip

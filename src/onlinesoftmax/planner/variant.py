@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 FIELDS: dict[str, type] = {
     "threads": int,
     "lanes": int,
@@ -30,7 +33,8 @@ class Variant:
     """One choice of blocks among those of a strategy, in numbers that do not depend on the length of a row.
 
     A strategy sets the fields that tell its proposals apart and leaves the others out.  So a table of one shape can
-    name the blocks for another shape: those of the same variant.
+    name the blocks for another shape: those of the same variant.  Equal variants are one object, because a plan
+    compares thousands of them.
 
     Args:
         **values: Fields by name, as FIELDS describes them; 0, "" and False are the same as no field.
@@ -41,18 +45,21 @@ class Variant:
     Example:
         >>> print(Variant(threads=512, chunks=4, team="all"))
         threads=512 chunks=4 team=all
-        >>> Variant.parse("lanes=32 threads=128 terms") == Variant(threads=128, lanes=32, terms=True)
+        >>> Variant.parse("lanes=32 threads=128 terms") is Variant(threads=128, lanes=32, terms=True)
         True
     """
 
     __slots__ = ("_text",)
 
-    def __init__(self, **values: int | str) -> None:
-        for name, value in values.items():
-            if type(value) is not FIELDS.get(name):
-                raise ValueError(f"{name}={value!r} is no field of a variant; fields: {', '.join(FIELDS)}")
-        given = [(name, values[name]) for name in FIELDS if values.get(name)]
-        self._text = " ".join(name if value is True else f"{name}={value}" for name, value in given)
+    _text: str
+
+    def __new__(cls, **values: int | str) -> Variant:
+        text = _text_of(**values)
+        if (known := _KNOWN.get(text)) is not None:
+            return known
+        made = super().__new__(cls)
+        made._text = text
+        return _KNOWN.setdefault(text, made)
 
     def __str__(self) -> str:
         return self._text
@@ -60,20 +67,16 @@ class Variant:
     def __repr__(self) -> str:
         return f"Variant({self._text!r})"
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Variant) and self._text == other._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Variant.parse, (self._text,)
 
     def with_terms(self) -> Variant:
         """The same blocks, whose threads hold the terms of a row."""
-        words = [*self._text.split(), "terms"]
-        return Variant.parse(" ".join(dict.fromkeys(words)))
+        return _with_terms(self)
 
     @classmethod
     def parse(cls, text: str) -> Variant:
-        """The variant of a canonical text, as `str` writes it.
+        """The variant of a text, as `str` writes it.
 
         Raises:
             ValueError: the text names a field that a variant does not have.
@@ -86,6 +89,25 @@ class Variant:
                 raise ValueError(f"{word!r} is no field of a variant; fields: {', '.join(FIELDS)}")
             values[name] = True if kind is bool else kind(value)
         return cls(**values)
+
+
+_KNOWN: dict[str, Variant] = {}
+"""The variants by their texts."""
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _text_of(**values: int | str) -> str:
+    """The text of a variant with these fields."""
+    for name, value in values.items():
+        if type(value) is not FIELDS.get(name):
+            raise ValueError(f"{name}={value!r} is no field of a variant; fields: {', '.join(FIELDS)}")
+    given = [(name, values[name]) for name in FIELDS if values.get(name)]
+    return " ".join(name if value is True else f"{name}={value}" for name, value in given)
+
+
+@lru_cache(maxsize=4096)
+def _with_terms(variant: Variant) -> Variant:
+    return Variant.parse(" ".join(dict.fromkeys([*str(variant).split(), "terms"])))
 
 
 ONLY = Variant()

@@ -62,7 +62,7 @@ def answer_of(explanation: Explanation) -> Answer:
     # Five digits are enough for a chart; the facts have the same numbers as `explain` prints.
     floor, estimate = (float(f"{us:.5g}") for us in (plan.floor_us, plan.estimate_us))
     return [
-        problem.cols, f"{plan.backend}/{plan.strategy}", without_length(plan.reason, problem.cols),
+        problem.cols, _name(plan), without_length(plan.reason, problem.cols),
         problem.read_bytes + problem.write_bytes, floor, estimate, plan_facts(plan, problem, explanation.device),
         [_other(explanation, other) for other in explanation.others],
     ]  # fmt: skip
@@ -75,7 +75,7 @@ def _other(explanation: Explanation, other: Plan | Refusal) -> tuple[str, ...]:
     """
     head, colon, tail = without_length(explanation.why_not(other), explanation.problem.cols).partition(": ")
     blocks = ("", "", "") if isinstance(other, Refusal) else blocks_of(other, explanation.device)
-    return f"{other.backend}/{other.strategy}", head + colon, tail, *blocks
+    return _name(other), head + colon, tail, *blocks
 
 
 def why_cliff(before: Explanation, first: Explanation) -> str:
@@ -86,7 +86,7 @@ def why_cliff(before: Explanation, first: Explanation) -> str:
         first: The first length behind it.
     """
     old = before.plan
-    name = f"{old.backend}/{old.strategy}"
+    name = _name(old)
     other = next(each for each in first.others if (each.backend, each.strategy) == (old.backend, old.strategy))
     if isinstance(other, Refusal):
         return f"{name} cannot run it: {other.reason}"
@@ -102,25 +102,25 @@ def why_cliff(before: Explanation, first: Explanation) -> str:
     return f"{name} {longer}: no capacity is exceeded, the {kind} times cross"
 
 
+def _name(plan: Plan | Refusal) -> str:
+    return f"{plan.backend}/{plan.strategy}"
+
+
 def _programs(plan: Plan) -> str:
     return f"{plan.splits} programs of {plan.warps} warps" if plan.splits > 1 else f"one program of {plan.warps} warps"
 
 
 def answers_of(combination: Combination) -> dict[str, Any]:
     """The answers for all lengths of a combination, and its cliffs, for each kind of rows."""
-
-    @cache
-    def answer(cols: int) -> Answer:
-        return answer_of(combination.explain(cols))
-
+    explained = cache(combination.explain)
     found = {}
     for name in KINDS:
         listed = lengths(name)
-        edges = cliffs(listed, lambda cols: answer(cols)[1])
+        edges = cliffs(listed, lambda cols: _name(explained(cols).plan))
         every = sorted({*listed, *(cols for edge in edges for cols in edge)})
-        why = [why_cliff(combination.explain(before), combination.explain(first)) for before, first in edges]
-        edges_with_reasons = [[*edge, reason] for edge, reason in zip(edges, why, strict=True)]
-        found[name] = {"answers": [answer(cols) for cols in every], "cliffs": edges_with_reasons}
+        reasons = [why_cliff(explained(before), explained(first)) for before, first in edges]
+        edges_with_reasons = [[*edge, reason] for edge, reason in zip(edges, reasons, strict=True)]
+        found[name] = {"answers": [answer_of(explained(cols)) for cols in every], "cliffs": edges_with_reasons}
     return found
 
 

@@ -6,8 +6,6 @@ writes one (pipeline.cuh); and one for rows that do not fit on chip (stream.cuh)
 
 from __future__ import annotations
 
-import itertools
-
 from .....core.device import Device
 from .....core.problem import Problem
 from .....planner.proposal import Proposal, reads
@@ -29,14 +27,12 @@ from .ring_proposals import PIPELINED_ROWS, no_ring, pipelines, streams
 
 def grid(problem: Problem, device: Device) -> list[Proposal] | str:
     """Rows in the registers and shared memory of a team of blocks: all blocks of the device, or a part for each row."""
-    found = [
-        proposal
-        for threads, held in itertools.product((128, 256, 512), (4, 8, 16))
-        if held <= most_chunks(problem, threads, device)
-        for proposal in _teams(
-            problem, device, threads, held, resident_blocks(problem, threads, held, False, device), False
-        )
-    ]
+    found = []
+    for threads in (128, 256, 512):
+        most = most_chunks(problem, threads, device)
+        for held in (held for held in (4, 8, 16) if held <= most):
+            resident = resident_blocks(problem, threads, held, False, device)
+            found += _teams(problem, device, threads, held, resident, False)
     if not problem.fused:
         # Shared memory holds logits, from which scores would be made a second time, with a bias or a mask read again.
         for threads, resident, held in (
@@ -55,9 +51,10 @@ def _teams(
 ) -> list[Proposal]:
     """Teams of blocks with `held` chunks a thread in registers: as many teams as fit, or one."""
     chunks, blocks = row_chunks(problem), resident * device.multiprocessors
-    states = threads // 8 * state_bytes(problem) + 16 * problem.declaration.has_target
-    fixed = max(2048, states)
-    room = (device.shared_memory // resident - fixed) // (threads * 16 * problem.inputs) if with_shared else 0
+    room = 0
+    if with_shared:
+        states = threads // 8 * state_bytes(problem) + 16 * problem.declaration.has_target
+        room = (device.shared_memory // resident - max(2048, states)) // (threads * 16 * problem.inputs)
     smallest = min(blocks, -(-chunks // (threads * (held + room))))
     # "teams": as many teams of equal size as fit, but no more than needed for the same number of rounds.
     # "all": a team of all blocks, or of as many as there are tiles; in the second case several teams may fit.

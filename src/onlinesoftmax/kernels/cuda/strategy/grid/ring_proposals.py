@@ -121,18 +121,18 @@ def _rings(problem: Problem, device: Device, terms: bool, more: int = 0) -> Iter
 
     `more` is the number of further registers that a thread of the kernel needs for other things than chunks.
     """
-    words = chunk_words(problem, terms)
+    words, of_state, others = chunk_words(problem, terms), state_bytes(problem), other_registers(problem, device)
     if problem.dtype == "float16" and problem.inputs > 1:
         # The compiler widens float16 in two steps, and would spill a few registers of the last chunk.
         more += words
     for lanes, registers, depths, depths_of_wide in RING_BLOCKS:
         for depth in depths_of_wide if words > 4 else depths:
-            held = (registers - more + OTHER_REGISTERS - other_registers(problem, device)) // words // depth * depth
+            held = (registers - more + OTHER_REGISTERS - others) // words // depth * depth
             # The ring shares the memory with the maxima that kept terms are relative to, one of each thread and tile.
             maxima = held // depth * lanes * problem.itemsize if terms else 0
             # The states of all warps and the barriers; states in float64 take twice the bytes.
             tile = lanes * depth * 16 * problem.inputs
-            states = (2 * (lanes // 32) + 2) * state_bytes(problem) + 24 * (device.shared_memory // tile) + 64
+            states = (2 * (lanes // 32) + 2) * of_state + 24 * (device.shared_memory // tile) + 64
             fixed = max(4096 if problem.itemsize == 8 else 2048, states)
             stages = (device.shared_memory - fixed - maxima) // tile
             if held > 0 and stages > 1:

@@ -28,13 +28,15 @@ def row(problem: Problem, device: Device) -> list[Proposal] | str:
     chunks, found, why_not = row_chunks(problem), [], not_packed(problem)
     blocks = list(itertools.product((128, 256, 512, 1024), (1, 2), choices_of_terms(problem)))
     most_of = {(threads, terms): most_chunks(problem, threads, device, terms) for threads, _, terms in blocks}
-    for lanes, (threads, depth, terms) in itertools.product((1 << i for i in range(2, 11)), blocks):
-        held, most = -(-chunks // lanes), most_of[threads, terms]
-        # In a sharded row, each lane receives the state of one process, so there is a lane for each.
-        fewest = MOST_PROCESSES if problem.sharded else 4
-        if held > most or lanes < fewest or (lanes > fewest and held * lanes >= 2 * max(chunks, fewest)):
-            continue
-        if threads < lanes or (threads > 256 and lanes < threads):
+    # In a sharded row, each lane receives the state of one process, so there is a lane for each.
+    fewest = MOST_PROCESSES if problem.sharded else 4
+    fits = [
+        (lanes, -(-chunks // lanes)) for lanes in (1 << i for i in range(2, 11))
+        if lanes == fewest or (lanes > fewest and -(-chunks // lanes) * lanes < 2 * max(chunks, fewest))
+    ]  # fmt: skip
+    for (lanes, held), (threads, depth, terms) in itertools.product(fits, blocks):
+        most = most_of[threads, terms]
+        if held > most or threads < lanes or (threads > 256 and lanes < threads):
             continue
         if depth > 1 and (held * depth > min(4, most) or lanes > 128):
             continue
