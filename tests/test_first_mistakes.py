@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -124,3 +127,128 @@ def test_integer_logits_and_swapped_arguments(name: str) -> None:
             function(TARGET, x)
         with pytest.raises(error, match="swapped"):
             function(TARGET.numpy(), x.numpy())
+
+
+X, HIDDEN, HEAD = torch.zeros(3, 4), torch.zeros(3, 8), torch.zeros(5, 8)
+WRONG_NAMES = [
+    ("softmax", (X,), {"temperature": 2.0}, r"'temperature': pass scale=1/temperature$"),
+    ("softmax", (X,), {"axis": 0}, "'axis': pass dim=$"),
+    ("log_softmax", (X,), {"where": X > 0}, "'where': pass mask=$"),
+    ("logsumexp", (X,), {"keepdims": True}, "'keepdims': pass keepdim=$"),
+    ("softmax", (), {"logits": X}, "'logits': pass input=$"),
+    ("cross_entropy", (X, TARGET), {"lse_square_scale": 1e-4}, "pass z_loss=$"),
+    ("cross_entropy", (X, TARGET), {"label_smooth": 0.1}, "pass label_smoothing=$"),
+    ("token_logprobs", (X,), {"labels": TARGET}, "'labels': pass index=$"),
+    ("sample", (X,), {"topp": 0.9}, "'topp': pass top_p=$"),
+    ("sample", (X,), {"topK": 5}, "'topK': pass top_k=$"),
+    ("sample", (X,), {"scale": 2.0}, "pass temperature=1/scale$"),
+    ("route", (X, 2), {"norm_topk_prob": True}, "pass renormalize=$"),
+    ("route", (X,), {"top_k": 2}, "pass k=$"),
+    ("linear_token_loss", (HIDDEN, HEAD, TARGET, max), {"support": X}, "linear_token_logprobs takes support$"),
+    ("linear_cross_entropy", (HIDDEN, HEAD, TARGET), {"mask": X}, "'mask': it takes input, linear_weight, target, "),
+    ("explain", ((3, 4),), {"gpu": "h200"}, "'gpu': pass device=$"),
+    ("override", (), {"linaer": True}, "pass linear=$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "args", "given", "message"), WRONG_NAMES)
+def test_a_wrong_name_is_answered_with_the_right_one(name: str, args: Any, given: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument .*{message}"):
+        getattr(osm, name)(*args, **given)
+
+
+def test_a_call_without_an_argument_or_with_too_many_shows_the_order() -> None:
+    with pytest.raises(TypeError, match=r"missing 1 required .*: call topk_logprobs\(logits, k, \*, target, scale"):
+        osm.topk_logprobs(X)
+    with pytest.raises(TypeError, match=r"takes 1 positional .*: call sample\(logits, \*, temperature, top_k, "):
+        osm.sample(X, 0.7)
+    with pytest.raises(TypeError, match=r"target, loss, \*per_token, \*, linear_bias"):
+        osm.linear_token_loss(HIDDEN, HEAD)
+
+
+def test_modules_and_sharded_functions_answer_too() -> None:
+    for made, message in (
+        (lambda: osm.nn.Softmax(axis=1), r"^Softmax\(\) .*'axis': pass dim=$"),
+        (lambda: osm.nn.CrossEntropyLoss(temperature=2), r"^CrossEntropyLoss\(\) .*pass scale=1/temperature$"),
+        (lambda: osm.nn.Router(8, 4, top_k=2), r"^Router\(\) .*pass k=$"),
+        (lambda: osm.distributed.softmax(X, axis=1), r"^softmax\(\) .*pass dim=$"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            made()
+
+
+def test_names_of_torch_in_the_functions_of_jax() -> None:
+    pytest.importorskip("jaxlib")
+    import jax
+    import jax.numpy as jnp
+
+    x = jnp.zeros((3, 4))
+    for given, message in (
+        ({"dim": 1}, "pass axis="),
+        ({"mask": x > 0}, "pass where="),
+        ({"temperature": 2}, "1/temp"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            osm.jax.softmax(x, **given)
+    with pytest.raises(TypeError, match=r"call sample\(seed, logits, \*, "):
+        osm.jax.sample(x)
+    for seed in (0, jax.random.key(0)):
+        with pytest.raises(TypeError, match=r"call sample\(seed, logits, \.\.\.\)"):
+            osm.jax.sample(x, seed)
+    with pytest.raises(ValueError, match=r"pass linear_weight\.T$"):
+        osm.jax.linear_cross_entropy(jnp.zeros((3, 8)), jnp.zeros((8, 5)), jnp.zeros(3, int))
+    assert pickle.loads(pickle.dumps(osm.jax.softmax)) is osm.jax.softmax
+
+
+def test_an_error_from_inside_a_function_stays_as_it_is() -> None:
+    def loss(logprob: Any, entropy: Any, lse: Any) -> Any:
+        return sorted(logprob, axis=1)
+
+    with pytest.raises(TypeError, match=r"^'axis' is an invalid keyword argument for sort\(\)$"):
+        osm.linear_token_loss(HIDDEN, HEAD, TARGET, loss)
+
+
+def test_a_public_function_is_still_one() -> None:
+    from onlinesoftmax import api
+
+    assert inspect.signature(osm.softmax) == inspect.signature(api.softmax)
+    assert pickle.loads(pickle.dumps(osm.softmax)) is osm.softmax
+    assert osm.softmax.__doc__ == api.softmax.__doc__
+    torch.compile(osm.softmax, backend="eager", fullgraph=True)(X)
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0}, {"backend": "eager"}])
+def test_integers_have_no_softmax(name: str, options: dict[str, Any]) -> None:
+    for x in (TARGET, TARGET.numpy(), TARGET > 0):
+        with pytest.raises(
+            NotImplementedError, match=rf"^{name}\(\): input of dtype .* is not floating point; pass dty"
+        ):
+            getattr(osm, name)(x, **options)
+
+
+ROUTER = osm.nn.Router(8, 4, 2, correction=True)
+OTHER_MISTAKES: list[tuple[Callable[[], Any], str]] = [
+    (lambda: osm.load_balancing_loss(X), r"routed must be .*not Tensor: call route\(logits, k, prob_sums=True\) first"),
+    (lambda: osm.load_balancing_loss(X, TARGET), "routed must be the result of route"),
+    (lambda: osm.router_z_loss((X, TARGET)), "routed must be .*not tuple: call route"),
+    (lambda: osm.load_balancing_loss(ROUTER(HIDDEN), TARGET), "kind must be 'switch' or 'sequence', got Tensor$"),
+    (lambda: osm.load_balancing_loss(osm.nn.Router(8, 4, 2).eval()(HIDDEN)), r"in training mode, and not after eval\("),
+    (lambda: ROUTER.balance(ROUTER(HIDDEN)), r"counts must be .*: pass routed\.counts$"),
+    (lambda: ROUTER.balance(torch.ones(3)), "one number for each of the 4 experts in the last dimension, got shape"),
+    (lambda: ROUTER(torch.zeros(3, 9)), "input must have hidden_size = 8 numbers in its last dimension, got shape"),
+    (lambda: ROUTER(torch.zeros(3, 8).long()), r"input must be hidden states, .*got torch\.int64"),
+    (lambda: osm.linear_cross_entropy(HIDDEN, HEAD.T, TARGET), r"got \(8, 5\) for input .*; pass linear_weight\.T$"),
+    (lambda: osm.linear_token_logprobs(HIDDEN, HEAD.T, TARGET), r"; pass linear_weight\.T$"),
+    (lambda: osm.linear_cross_entropy(HIDDEN, TARGET, HEAD), "are linear_weight and target swapped"),
+    (lambda: osm.linear_cross_entropy(HIDDEN, torch.nn.Linear(8, 5), TARGET), "linear_weight.*of a module, pass the"),
+    (lambda: osm.explain((3, 4), device="l40s"), r"unknown device 'l40s'.*by its name: l4\)"),
+    (lambda: osm.explain((3, 4), device="RTX 5090"), r"by its name: rtx4090\)"),
+    (lambda: osm.explain((3, 4), device="gaudi2"), "name the one that is most like it, or leave the device out"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), OTHER_MISTAKES)
+def test_the_error_names_the_argument_and_the_next_step(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        call()

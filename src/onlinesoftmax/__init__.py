@@ -12,14 +12,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from .core.wrong_calls import hinting
 from .torch.namespace import provide as _provide_operators
 
 if TYPE_CHECKING:
     from . import distributed as distributed
     from . import jax as jax
     from . import nn as nn
+    from . import routing as routing
+    from . import sampling as sampling
     from .api import cross_entropy, log_softmax, logsumexp, softmax, token_logprobs
     from .core.problem import Problem
     from .core.state import State
@@ -78,6 +82,8 @@ _HOME = {
     "distributed": "distributed",
     "override": "overrides",
     "jax": "jax",
+    "routing": "routing",
+    "sampling": "sampling",
     "explain": "explanation",
     "Plan": "planner.plan",
     "PlanError": "planner.plan",
@@ -99,6 +105,8 @@ if not TYPE_CHECKING:
             raise AttributeError(f"module 'onlinesoftmax' has no attribute {name!r}")
         home = importlib.import_module(f".{_HOME[name]}", __name__)
         found = home if _HOME[name].rpartition(".")[2] == name else getattr(home, name)
+        if isinstance(found, FunctionType):
+            found = hinting(found, __name__)
         # Python finds a global without this function, which takes longer than a launch.
         globals()[name] = found
         return found
@@ -107,5 +115,5 @@ if not TYPE_CHECKING:
 def __dir__() -> list[str]:
     # A star import takes __all__ only, because two modules import torch. Tools such as `help` take every name in this
     # list, so `nn` and `distributed` are left out where torch is not installed.
-    modules = ["jax", "nn", "distributed"] if importlib.util.find_spec("torch") else ["jax"]
-    return [*__all__, *modules]
+    modules = ["nn", "distributed"] if importlib.util.find_spec("torch") else []
+    return [*__all__, "jax", "routing", "sampling", *modules]

@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from . import api
 from .core.annotations import FullyMasked, Reduction
 from .core.options import checked_options
+from .core.wrong_calls import hinting
 from .kernels.registry import needing
 
 with needing("torch", "onlinesoftmax.nn"):
@@ -80,6 +81,7 @@ class _OverDim(_WithOptions):
     operation: str
     dim: int | None
 
+    @hinting
     def __init__(
         self, dim: int | None = None, *, scale: float = 1.0, causal: bool = False, softcap: float | None = None,
         fully_masked: FullyMasked = "nan", batch_invariant: bool = False,
@@ -167,6 +169,7 @@ class LogSumExp(_WithOptions):
         LogSumExp(dim=1, keepdim=True)
     """
 
+    @hinting
     def __init__(
         self, dim: int | tuple[int, ...], keepdim: bool = False, *, scale: float = 1.0, causal: bool = False,
         softcap: float | None = None, fully_masked: FullyMasked = "nan", batch_invariant: bool = False,
@@ -253,6 +256,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     batch_invariant: bool = False
     check: bool = False
 
+    @hinting
     def __init__(
         self, weight: torch.Tensor | None = None, ignore_index: int = -100, reduction: Reduction = "mean",
         label_smoothing: float = 0.0, *, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,

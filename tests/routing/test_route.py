@@ -182,7 +182,7 @@ def test_mistakes_of_logits_and_of_losses() -> None:
         osm.load_balancing_loss(osm.route(logits(4, 12), 3))
     with pytest.raises(ValueError, match="kind must be 'switch' or 'sequence'"):
         osm.load_balancing_loss(osm.route(logits(4, 12), 3, prob_sums=True), "batch")  # type: ignore[arg-type]  # the mistake
-    with pytest.raises(TypeError, match="routed must be the result of route, not Tensor"):
+    with pytest.raises(TypeError, match="routed must be the result of route, or of a Router, not Tensor"):
         osm.router_z_loss(logits(4, 12))  # type: ignore[arg-type]  # the mistake
 
 

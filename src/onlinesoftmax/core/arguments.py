@@ -142,6 +142,17 @@ def check_index(library: Library, caller: str, argument: str, x: Array, index: A
     library.check_place(caller, argument, index, x)
 
 
+def wrong_weight(input: tuple[int, ...], weight: tuple[int, ...], target: tuple[int, ...]) -> str:
+    """End of the error for a head whose weight has a wrong shape: the mistake that the shapes of the arguments show.
+
+    >>> wrong_weight((3, 8), (8, 5), (3,)), wrong_weight((3, 8), (3,), (5, 8)), wrong_weight((3, 8), (5, 7), (3,))
+    ('; pass linear_weight.T', '; are linear_weight and target swapped?', '')
+    """
+    if len(weight) == 2 and weight[:1] == input[-1:]:
+        return "; pass linear_weight.T"
+    return "; are linear_weight and target swapped?" if len(target) == 2 and target[1:] == input[-1:] else ""
+
+
 def check_range(name: str, index: Array, classes: int, wrong: Array) -> None:
     """Raise an error for the first target that is wrong.
 

@@ -74,6 +74,8 @@ def advice(kind: type) -> str:
     library = kind.__module__.partition(".")[0]
     if library in ("jax", "jaxlib"):
         return "; the functions for JAX arrays are in onlinesoftmax.jax"
+    if kind.__module__.startswith("torch.nn.modules"):
+        return "; of a module, pass the weight or the output"
     if library == "torch":
         return "; the functions for torch tensors are in onlinesoftmax itself"
     if issubclass(kind, np.ndarray | np.generic):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 
 @dataclass(frozen=True)
@@ -192,9 +193,11 @@ def known(name: str) -> Device:
     key = name.lower().replace(" ", "").replace("-", "").replace("_", "")
     found = KNOWN.get(key) or model_of(name)
     if found is None:
+        near = " or ".join(get_close_matches(key, KNOWN, 2, 0.6))
         raise ValueError(
-            f"unknown device {name!r}; known devices: {', '.join(KNOWN)}; for another GPU, leave the device out on a "
-            "machine that has it, where `onlinesoftmax tune` measures its plans"
+            f"unknown device {name!r}; known devices: {', '.join(KNOWN)}; for another GPU, name the one that is most "
+            f"like it{f' (by its name: {near})' if near else ''}, or leave the device out on a machine that has it, "
+            "where `onlinesoftmax tune` measures its plans"
         )
     return found
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from ..core.annotations import Backend, Reduction, Strategy
@@ -23,6 +24,7 @@ from ..core.call import Call, Settings
 from ..core.options import PLAIN, ScoreOptions, checked_options
 from ..core.processes import group_or_default
 from ..core.task import Choice
+from ..core.wrong_calls import hinting
 from ..kernels.registry import needing
 from ..ops import OPERATIONS
 
@@ -288,3 +290,8 @@ def one_process() -> Iterator[Any]:
         yield distributed.group.WORLD
     finally:
         distributed.destroy_process_group()
+
+
+for _name in __all__:
+    if isinstance(_function := globals()[_name], FunctionType):
+        globals()[_name] = hinting(_function, __name__)

@@ -5,8 +5,10 @@ Importing this package does not import JAX; using one of its functions does.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+from ..core.wrong_calls import hinting
 from ..kernels.registry import LOADING, needing
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ if not TYPE_CHECKING:
             from . import functions, linear, routing, sampling
         # Python finds a global without this function.
         home = next(module for module in (functions, linear, routing, sampling) if name in module.__all__)
-        globals()[name] = found = getattr(home, name)
+        found = getattr(home, name)
+        globals()[name] = found = hinting(found, __name__) if isinstance(found, FunctionType) else found
         return found
 
 

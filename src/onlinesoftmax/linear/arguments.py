@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arguments import wrong_weight
 from ..core.arrays import advice, check_no_jax
 from ..core.options import checked_options
 from ..core.plan_log import Kind, note_plan
@@ -83,6 +84,7 @@ def check_head(
         raise RuntimeError(
             f"{caller}: linear_weight must have shape (classes, {input.shape[-1] if input.dim() else 'hidden'}), the "
             f"last dimension being that of input, got {tuple(linear_weight.shape)} for input {tuple(input.shape)}"
+            f"{wrong_weight(tuple(input.shape), tuple(linear_weight.shape), tuple(target.shape))}"
         )
     if not linear_weight.shape[1] or not (part or len(linear_weight)):
         raise ValueError(f"{caller}: linear_weight has no elements, its shape is {tuple(linear_weight.shape)}")

@@ -9,6 +9,7 @@ from torch.nn.modules.loss import _WeightedLoss
 
 from ..core.annotations import Reduction
 from ..core.options import checked_options
+from ..core.wrong_calls import hinting
 from . import linear_cross_entropy
 
 
@@ -57,6 +58,7 @@ class LinearCrossEntropyLoss(_WeightedLoss):
     memory: int | None = None
     acc_dtype: torch.dtype | None = None
 
+    @hinting
     def __init__(
         self, in_features: int, num_classes: int, *, bias: bool = False, device: Any = None,
         dtype: torch.dtype | None = None, reduction: Reduction = "mean", weight: torch.Tensor | None = None,

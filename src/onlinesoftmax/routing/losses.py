@@ -24,9 +24,10 @@ or lse, and the loss is factor * sum(values^2) / sum(counts).
 def load_balancing_loss(routed: Any, kind: Any, total: Total, fused: Fused | None = None) -> Array:
     """The loss, as the public functions describe it."""
     caller = "load_balancing_loss()"
-    if kind not in KINDS:
-        raise ValueError(f"{caller}: kind must be {' or '.join(map(repr, KINDS))}, got {kind!r}")
     _check(caller, routed)
+    if not isinstance(kind, str) or kind not in KINDS:
+        given = repr(kind) if isinstance(kind, str) else type(kind).__name__
+        raise ValueError(f"{caller}: kind must be {' or '.join(map(repr, KINDS))}, got {given}")
     counts, sums = routed.counts, routed.prob_sums
     if sums is None:
         raise ValueError(
@@ -65,6 +66,9 @@ def _divisor(number: Array) -> Array:
 
 def _check(caller: str, routed: Any) -> None:
     if not isinstance(routed, Routed):
-        raise TypeError(f"{caller}: routed must be the result of route, not {type(routed).__name__}")
+        raise TypeError(
+            f"{caller}: routed must be the result of route, or of a Router, not {type(routed).__name__}: "
+            "call route(logits, k, prob_sums=True) first"
+        )
     if routed.counts is None:
         raise ValueError(f"{caller}: routed has no counts: call route with counts=True")

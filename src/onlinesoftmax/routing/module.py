@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from ..core.arrays import dtype_name, is_dtensor
+from ..core.wrong_calls import hinting
 from ..torch.arguments import TORCH
 from . import Routed, check_no_group, route, total
 from .presets import arguments_of
@@ -48,6 +49,7 @@ class Router(torch.nn.Linear):
 
     e_score_correction_bias: torch.Tensor | None
 
+    @hinting
     def __init__(
         self, hidden_size: int, experts: int, k: int, *, bias: bool = False, correction: bool = False,
         logits_dtype: Any = None, score: Literal["softmax", "sigmoid", "sqrtsoftplus", "identity"] = "softmax",
@@ -107,6 +109,8 @@ class Router(torch.nn.Linear):
             prob_sums: Return them, for `load_balancing_loss`; None for True in training mode and False after `eval()`.
         """
         TORCH.check_array("Router()", "input", input)
+        if not input.is_floating_point():
+            raise TypeError(f"Router(): input must be hidden states, which are floating point, got {input.dtype}")
         if input.shape[-1:] != (self.in_features,):
             raise ValueError(
                 f"Router(): input must have hidden_size = {self.in_features} numbers in its last dimension, got shape "
@@ -136,12 +140,23 @@ class Router(torch.nn.Linear):
 
         Raises:
             RuntimeError: the module has no correction.
+            TypeError, ValueError: counts is no tensor, or has another number of experts.
 
         Source:
             Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", arXiv:2408.15664.
         """
         if self.e_score_correction_bias is None:
             raise RuntimeError("Router.balance(): the module has no correction; make it with correction=True")
+        if isinstance(counts, Routed):
+            raise TypeError(
+                "Router.balance(): counts must be the counts of a routing, not all of it: pass routed.counts"
+            )
+        TORCH.check_array("Router.balance()", "counts", counts)
+        if counts.shape[-1:] != (self.out_features,):
+            raise ValueError(
+                f"Router.balance(): counts must have one number for each of the {self.out_features} experts in the "
+                f"last dimension, got shape {tuple(counts.shape)}"
+            )
         own: Any = self.e_score_correction_bias
         # A buffer that is a DTensor is whole on every process.
         own = own.to_local() if is_dtensor(type(own)) else own

@@ -35,7 +35,10 @@ def run_plain(
     if type(x) is torch.Tensor:
         one = type(dim) is int or operation.per_row or not isinstance(dim, tuple | list)
         if one and x.is_cpu and out is None and choice == ANY:
-            return eager.call_plain(operation, x, dim, keepdim)
+            try:
+                return eager.call_plain(operation, x, dim, keepdim)
+            except NotImplementedError as error:
+                raise _not_floating(operation, x, error) from None
         if type(dim) is int:
             # The fields of Settings as a tuple, which is found as the record in `run` is.
             arguments = operation, (dim, None, keepdim, choice, None), None
@@ -44,6 +47,13 @@ def run_plain(
                 found: torch.Tensor = prepared_call(x, out)
                 return found
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
+
+
+def _not_floating(operation: Operation, x: torch.Tensor, error: NotImplementedError) -> NotImplementedError:
+    """The error for an input that is not floating point; or PyTorch's own, which names its kernel and no argument."""
+    if x.is_floating_point() or x.is_complex():
+        return error
+    return NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")
 
 
 def _checked(run: Callable[..., Any], call: Call) -> Callable[..., Any]:
@@ -170,7 +180,10 @@ def _by_pytorch(call: Call) -> torch.Tensor:
     if out is not None:
         _check_out_of_pytorch(call)
     if options is None and not settings.choice.batch_invariant:
-        y = eager.call(operation, x, settings, out)
+        try:
+            y = eager.call(operation, x, settings, out)
+        except NotImplementedError as error:
+            raise _not_floating(operation, x, error) from None
         return y if out is None or y is out else _write(operation, y, out)
     if not x.is_floating_point() and settings.dtype is None:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is not floating point; pass dtype=")

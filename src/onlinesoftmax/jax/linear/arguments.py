@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...core.arguments import wrong_weight
 from ...core.arrays import Array, accumulator, array_kind
 from ...core.options import ARRAY, ScoreOptions, check_softcap, is_number
 from .. import array_types
@@ -81,7 +82,7 @@ def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], s
     if not x.ndim or weight.ndim != 2 or weight.shape[1] != hidden:
         raise ValueError(
             f"{name}: linear_weight must have shape (classes, {hidden}), the last dimension being that of input, got "
-            f"{weight.shape} for input {x.shape}"
+            f"{weight.shape} for input {x.shape}{wrong_weight(x.shape, weight.shape, target.shape)}"
         )
     if 0 in weight.shape:
         raise ValueError(f"{name}: linear_weight has no elements, its shape is {weight.shape}")

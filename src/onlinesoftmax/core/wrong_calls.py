@@ -1,0 +1,126 @@
+"""Wrong calls of the public functions: Python's error, with the argument that was meant or the way to call."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from functools import wraps
+from types import FunctionType
+from typing import Any, TypeVar, cast
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+ALIKE: tuple[tuple[str, ...], ...] = (
+    ("dim", "axis", "axes"),
+    ("mask", "where", "attn_mask", "attention_mask"),
+    ("scale", "logit_scale", "temperature"),
+    ("softcap", "soft_cap", "logit_softcapping", "final_logit_softcapping", "logits_soft_cap"),
+    ("bias", "logit_bias"),
+    ("keepdim", "keepdims"),
+    ("input", "x", "a", "logits", "local", "hidden_states"),
+    ("target", "index", "label", "labels", "selected_token_ids"),
+    ("linear_weight", "lin_weight", "lm_head", "lm_head_weight"),
+    ("weight", "class_weights", "ce_weight"),
+    ("ignore_index", "ignored_index", "padding_idx"),
+    ("label_smoothing", "smoothing"),
+    ("z_loss", "lse_square_scale", "z_loss_coef"),
+    ("return_stats", "return_z_loss", "return_lse", "return_entropy"),
+    ("inplace_backward", "inplace"),
+    ("k", "top_k", "num_experts_per_tok"),
+    ("seed", "key", "rng", "generator"),
+    ("renormalize", "norm_topk_prob", "normalize"),
+    ("groups", "n_group", "num_groups"),
+    ("group_k", "topk_group"),
+    ("score", "scoring_func", "score_function"),
+    ("support", "return_support"),
+    ("group", "process_group"),
+    ("device", "gpu"),
+)
+"""Names that libraries have for one argument."""
+
+
+def hinting(function: Function, package: str = "") -> Function:
+    """The function, whose error for arguments that it does not take says what to pass instead.
+
+    Args:
+        function: A public function, or the `__init__` of a public class.
+        package: Name of the module under which users find it; that of the function by default.
+
+    Example:
+        >>> def softmax(input, dim=-1, *, scale=1.0): ...
+        >>> hinting(softmax)(0, temperature=2.0)
+        Traceback (most recent call last):
+        TypeError: softmax() got an unexpected keyword argument 'temperature': pass scale=1/temperature
+    """
+    sentence_of = _sentence
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if (sentence := sentence_of(function, package, str(error), args, kwargs)) is None:
+                raise
+            # The error of Python, which names no more than this one.
+            raise TypeError(sentence) from None
+
+    # doctest looks for the examples of a module in the functions that have its globals.
+    of_module: Any = FunctionType(call.__code__, function.__globals__, closure=call.__closure__)
+    hinted: Any = wraps(function)(of_module)
+    if package:
+        # Where pickle looks for the function.
+        hinted.__module__ = package
+    return cast(Function, hinted)
+
+
+def _sentence(function: Any, package: str, error: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The error with advice; None where the function takes the arguments, and raised the error itself."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError:
+        pass
+    else:
+        return None
+    names, name = list(signature.parameters), function.__name__
+    if name == "__init__":
+        name = type(args[0]).__name__
+        del names[0]
+    found = f"{name}() {error.partition('() ')[2]}"
+    wrong = [each for each in kwargs if each not in names]
+    if not wrong:
+        return f"{found}: call {name}({_called(signature)})"
+    advice = _meant(wrong[0], names) or _others(wrong[0], name, package)
+    return f"{found}: {advice or 'it takes ' + ', '.join(names)}"
+
+
+def _called(signature: inspect.Signature) -> str:
+    """The arguments as they are given: by position, and after an asterisk by name."""
+    parameters = [each for each in signature.parameters.values() if each.name != "self"]
+    by_name = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    first = ["*" + each.name if each.kind is each.VAR_POSITIONAL else each.name for each in parameters]
+    first = first[: len(first) - len(by_name)]
+    return ", ".join([*first, *(["*", *by_name] if by_name else [])])
+
+
+def _meant(wrong: str, names: Iterable[str]) -> str | None:
+    """The advice for a wrong name, from the names that the function has."""
+    plain = {name.replace("_", ""): name for name in names}
+    alike = next((group for group in ALIKE if wrong in group), ())
+    found = plain.get(wrong.replace("_", "").lower()) or next((name for name in alike if name in plain.values()), None)
+    if found is None:
+        found = next(iter(get_close_matches(wrong, plain.values(), 1, 0.75)), None)
+    if found is None:
+        return None
+    inverse = {found, wrong} == {"scale", "temperature"}
+    return f"pass {found}=1/{wrong}" if inverse else f"pass {found}="
+
+
+def _others(wrong: str, name: str, package: str) -> str | None:
+    """The public functions whose names begin as this one's and that have an argument of this name."""
+    module, family = sys.modules.get(package), name.partition("_")[0]
+    public = [each for each in getattr(module, "__all__", ()) if each.partition("_")[0] == family]
+    functions = [each for each in public if inspect.isfunction(getattr(module, each))]
+    found = [each for each in functions if wrong in inspect.signature(getattr(module, each)).parameters]
+    return f"{' and '.join(found)} {'take' if len(found) > 1 else 'takes'} {wrong}" if found else None
