@@ -47,6 +47,7 @@ inline void wait_for_cluster() {
     }
     __syncthreads();
 }
+inline void show_stores() {}
 inline void open_cluster(const void* base) {
     if (threadIdx.x == 0) show(bases[blockIdx.x % CLUSTER], (char*)base);
     wait_for_cluster();

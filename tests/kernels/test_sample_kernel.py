@@ -126,7 +126,7 @@ def test_the_loop_of_many_rows_keeps_its_numbers_in_registers() -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     _, log, _ = compile.build(source.source(source.Shape("float32", 1, 512, 2, True, 0)), "sm_90")
     loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
-    assert loops == ["0", "0"]
+    assert loops == ["0"] * 3
 
 
 @pytest.mark.parametrize(

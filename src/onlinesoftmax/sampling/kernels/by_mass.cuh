@@ -27,9 +27,10 @@ struct Rivals {
 
     // Expects that the masses have this sum, in units of the mass of the score m.
     __device__ inline void expect(float m, float its_rate, float masses) {
-        rate = its_rate, bound = log_of_two(masses / EXP_RIVALS) + 0.001f;
+        rate = its_rate;
+        const float least = log_of_two(masses * (1 / EXP_RIVALS));
         // The product has two roundings.
-        shift = log_of_two(EXP_RIVALS / masses) - m * rate + 2.5e-7f * fabs(m * rate);
+        bound = least + 0.001f, shift = 2.5e-7f * fabs(m * rate) - m * rate - least;
     }
     // Returns true if no token beside the list can beat the winner; `peak` is the base-2 logarithm of the mass of m.
     __device__ inline bool include(const Winner& winner, float peak) const {
@@ -72,7 +73,7 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
             counts[i] += unsigned(two), counts[i + 1] += unsigned(two >> 32);
         }
     // Adjacent threads take the lists of different blocks.  Sums of whole numbers are the same in all blocks.
-    const int of = thread % CLUSTER, above = int(exchange.blocks[2][of][3]);
+    const int of = thread % CLUSTER, above = int(slice.shared()[of][3]);
 #pragma unroll 1
     for (int i = thread / CLUSTER; i < above; i += THREADS / CLUSTER)
         atomicAdd(&exchange.found[0], mass_of(below(score_of(get_word(&spread.above[i], of)), row.m), row.rate));
@@ -81,7 +82,7 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         const float z = fmin(spread.score(thread * OWN + i + 0.5f) - row.m, 0.0f);
-        bins[i] = counts[i] * exp2f(z * row.rate);
+        bins[i] = counts[i] * power_of_two(z * row.rate);
         if (thread + i == 0) bins[i] = float(int64(exchange.found[0])) / (uint64(1) << MASS_BITS);
         if (thread * OWN + i == SPREAD - 1) bins[i] = 0;
         own += bins[i];
@@ -102,18 +103,20 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
     return max(int(board->peak) - 1, 0);
 }
 
-// The sums of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it,
-// and of those in it.  After them, the limits of the scores in the window (candidates.cuh).
-enum { TOTAL, ABOVE, BETWEEN, NUMBER_ABOVE, LISTED, PASS_SUMS, LIMITS = PASS_SUMS, PASS_WORDS };
+// The words of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it,
+// and of those in it, in all blocks and in those before this one; the word of the largest score in the window, and the
+// inverted one of the least.
+enum { TOTAL, ABOVE, BETWEEN, NUMBER_ABOVE, LISTED, BEFORE, MOST, LEAST, PASS_WORDS };
+static_assert(PASS_WORDS == WORDS, "a lane for each word");
 
-// The sums of all blocks, the mass that top_p keeps, and how many keys the lists of the blocks before this one have.
+// The words of all blocks, and the mass that top_p keeps.
 struct Found {
-    uint64 sums[PASS_WORDS], goal, before;
+    uint64 words[PASS_WORDS], goal;
     bool equal;   // the lists are too long, but all their scores are equal and stay or go together
 };
 
 // The sums of a thread.
-struct OwnSums { uint64 total, above, between, number_above; };
+struct OwnSums { uint64 total, above, between; unsigned number_above; };
 
 // One pass over the slice, which lists the tokens in the window.
 __device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window, uint64* between, Board* board) {
@@ -151,32 +154,51 @@ __device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window,
     return {total, of_above, of_between, number};
 }
 
-// One pass of all blocks.
+// One pass of all blocks; an inbox without keys is not used.
 __device__ inline void pass_together(
-    const Row& row, Slice& slice, Window window, uint64* between, Board* board, Found& found
+    const Row& row, Slice& slice, Window window, uint64* between, Inbox<MOST_BETWEEN> inbox, Board* board, Found& found
 ) {
     if (threadIdx.x == 0) board->counts[0] = board->limits[0] = board->limits[1] = 0;
     __syncthreads();
     const OwnSums own = pass(row, slice, window, between, board);
-    uint64 sums[PASS_WORDS] = {own.total, own.above, own.between, own.number_above};
-    slice.add_threads(sums);
-    sums[LISTED] = board->counts[0], sums[LIMITS] = uint64(board->limits[0]) << 32 | board->limits[1];
-    // A lane of the first warp has the words of a block.
-    const int lane = threadIdx.x % 32;
-    const uint64* const of_block = slice.share(sums)[lane % CLUSTER];
-    if (threadIdx.x < 32) {
-#pragma unroll
-        for (int i = 0; i < PASS_SUMS; ++i) sums[i] = sum_of_lanes(lane < CLUSTER ? of_block[i] : 0);
-        const unsigned before = __reduce_add_sync(~0u, lane < slice.rank ? unsigned(of_block[LISTED]) : 0);
-        const unsigned most = __reduce_max_sync(~0u, unsigned(of_block[LIMITS] >> 32));
-        const unsigned least = __reduce_max_sync(~0u, unsigned(of_block[LIMITS]));
+    if (inbox.keys) inbox.send(slice, between, board->counts[0]);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    auto& of_warps = slice.exchange->of_warps;
+    const uint64 sums[] = {sum_of_lanes(own.total), sum_of_lanes(own.above), sum_of_lanes(own.between)};
+    const unsigned number = __reduce_add_sync(~0u, own.number_above);
+    if (lane == 0)
+        of_warps[warp][TOTAL] = sums[0], of_warps[warp][ABOVE] = sums[1], of_warps[warp][BETWEEN] = sums[2],
+        of_warps[warp][NUMBER_ABOVE] = number;
+    __syncthreads();
+    // The lanes of the first warp with equal numbers, modulo WORDS, merge one word.
+    const int i = lane % WORDS, part = lane / WORDS;
+    const auto merge = [&](uint64 a, uint64 b) { return i >= MOST ? max(a, b) : a + b; };
+    const auto merge_parts = [&](uint64 word) {
+        word = merge(word, across(word, WORDS));
+        return merge(word, across(word, 2 * WORDS));
+    };
+    uint64 word = 0;
+    if (warp == 0) {
+#pragma unroll 1
+        for (int of = part; of < WARPS && i <= NUMBER_ABOVE; of += 32 / WORDS) word += of_warps[of][i];
+        word = merge_parts(word);
+        if (i > NUMBER_ABOVE) word = i < MOST ? board->counts[0] : board->limits[i - MOST];
+    }
+    const Slice::Words shared = slice.share_lanes(word);
+    if (warp == 0) {
+        word = 0;
+#pragma unroll 1
+        for (int block = part; block < (i == BEFORE ? slice.rank : CLUSTER); block += 32 / WORDS)
+            word = merge(word, shared[block][i]);
+        __syncwarp();
+        word = merge_parts(word);
+        if (lane < WORDS) found.words[lane] = word;
+        __syncwarp();
         if (lane == 0) {
-#pragma unroll
-            for (int i = 0; i < PASS_SUMS; ++i) found.sums[i] = sums[i];
-            found.goal = row.goal(sums[TOTAL]), found.before = before;
-            found.equal = sums[LISTED] > MOST_BETWEEN && most == ~least && !row.first;
-            found.sums[LIMITS] = uint64(most) << 32;
-            if (found.equal) found.sums[BETWEEN] = sums[LISTED] * row.mass(found.sums[LIMITS]);
+            const uint64* const words = found.words;
+            found.goal = row.goal(words[TOTAL]);
+            found.equal = words[LISTED] > MOST_BETWEEN && unsigned(words[MOST]) == ~unsigned(words[LEAST]) && !row.first;
+            if (found.equal) found.words[BETWEEN] = words[LISTED] * row.mass(words[MOST] << 32);
         }
     }
     __syncthreads();
@@ -186,8 +208,8 @@ __device__ inline void pass_together(
 __device__ inline uint64 threshold(
     const Row& row, Slice& slice, const Found& found, Window window, const uint64* between, uint64* picked, Board* board
 ) {
-    const int count = int(found.sums[LISTED]);
-    Range range{word_of(window.low), word_of(fmin(window.high, row.m)), found.sums[ABOVE], 0};
+    const int count = int(found.words[LISTED]);
+    Range range{word_of(window.low), word_of(fmin(window.high, row.m)), found.words[ABOVE], 0};
     int few;
     do {
         narrow<uint64>(range, slice, between, count, found.goal, [&](uint64 key) { return row.mass(key); });
@@ -241,6 +263,23 @@ __device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint
     return true;
 }
 
+// Finds the winner among the kept tokens, whose masses have the sum `mass`, where it is not among the rivals of the first
+// pass.  Returns the next `turn` of the slice, inverted where search_row has to take the row.
+__device__ __noinline__ int win_again(
+    const Row& row, Slice slice, Kept kept, uint64 mass, Rivals rivals, Board* board, Result& result
+) {
+    int count = 0;
+    if (!list_rivals(row, slice, kept, mass, rivals, board, count)) return ~slice.turn;
+    uint64 words[] = {0};
+    if (slice.rank == 0) {
+        const Winner winner = sum_and_win(row, slice, nullptr, 0, rivals.list, count, kept).winner;
+        if (threadIdx.x == 0) result.outcome.winner = winner.key;
+        words[0] = !rivals.include(winner, 0);
+    }
+    slice.tell(words);
+    return words[0] ? ~slice.turn : slice.turn;
+}
+
 // The outcome of a row, in block 0, in shared memory; false where search_row has to take it.  `count` is the
 // number of all rivals that the first pass has listed, and `peak` the score that their bound refers to; `coming` keys are on
 // the way to block 0.
@@ -257,50 +296,49 @@ __device__ inline bool choose_by_mass(
         window.high = bin > 0 ? fmax(spread.score(bin - MARGIN), least) : INF;
         window.low = fmax(spread.score(bin + 1 + MARGIN), least);
     }
+    const Inbox<MOST_BETWEEN> inbox{picked};
+    const auto listed_by_lane = [&] { return unsigned(slice.shared()[threadIdx.x % CLUSTER][LISTED]); };
     bool reached = false, is_there = false;   // the goal of top_p; the threshold in the window
+    int turn = 0;
 #pragma unroll 1
-    for (int turn = 0; turn < 4; ++turn) {
-        pass_together(row, slice, window, between, board, found);
-        if (found.sums[LISTED] > MOST_BETWEEN && !found.equal) break;
-        const bool low = cuts && found.sums[ABOVE] >= found.goal;
-        reached = cuts && found.sums[ABOVE] + found.sums[BETWEEN] >= found.goal;
+    for (; turn < 4; ++turn) {
+        // A second list could come before the first one has been taken.
+        pass_together(row, slice, window, between, {turn ? nullptr : picked}, board, found);
+        if (turn == 0) inbox.take(slice, between, listed_by_lane(), found.words[LISTED] <= MOST_BETWEEN);
+        if (found.words[LISTED] > MOST_BETWEEN && !found.equal) break;
+        const bool low = cuts && found.words[ABOVE] >= found.goal;
+        reached = cuts && found.words[ABOVE] + found.words[BETWEEN] >= found.goal;
         // Where min_p keeps less than top_p, the goal is not reached.
         if (!low && (reached || window.low == least)) { is_there = true; break; }
         const float width = spread.width() * (2 * turn + 2);
         window = low ? Window{window.high + width, window.high} : Window{window.low, fmax(window.low - width, least)};
     }
     if (is_there && !found.equal) {
-        gather(slice, between, board->counts[0], found.before);
-        coming += int(found.sums[LISTED]) - int(board->counts[0]);
+        const unsigned its = listed_by_lane(), lane = threadIdx.x % 32;
+        const auto late = [&](unsigned count) { return turn ? count : count - inbox.early(count); };
+        gather(slice, between, int(late(board->counts[0])), found.words[BEFORE]);
+        coming += int(__reduce_add_sync(~0u, lane && lane < CLUSTER ? late(its) : 0));
     }
     wait_for_keys(slice, coming, 0);
     if (!is_there) return false;
     uint64 words[] = {0, 0, 0};   // what the blocks have to know where the winner is not among the rivals
     if (slice.rank == 0) {
         Kept kept{0, row.least};
-        if (reached) kept.key = found.equal ? found.sums[LIMITS] : threshold(row, slice, found, window, between, picked, board);
-        const int listed = found.equal ? 0 : int(found.sums[LISTED]);
+        if (reached) kept.key = found.equal ? found.words[MOST] << 32 : threshold(row, slice, found, window, between, picked, board);
+        const int listed = found.equal ? 0 : int(found.words[LISTED]);
         Chosen chosen = sum_and_win(row, slice, between, listed, rivals.list, count, kept);
-        if (found.equal) chosen.mass = found.sums[BETWEEN], chosen.number = found.sums[LISTED];
+        if (found.equal) chosen.mass = found.words[BETWEEN], chosen.number = found.words[LISTED];
         const Winner winner = chosen.winner;
-        const uint64 mass = chosen.mass + found.sums[ABOVE];
+        const uint64 mass = chosen.mass + found.words[ABOVE];
         if (threadIdx.x == 0) {
             result.kept = kept;
-            result.outcome = {mass, 0, chosen.number + found.sums[NUMBER_ABOVE], winner.key};
+            result.outcome = {mass, 0, chosen.number + found.words[NUMBER_ABOVE], winner.key};
         }
         words[0] = !rivals.include(winner, (peak - row.m) * row.rate), words[1] = kept.key, words[2] = mass;
     }
     slice.tell(words);
     if (!words[0]) return true;
-    const Kept kept{words[1], row.least};
-    if (slice.rank == 0) __syncthreads(), words[2] = result.outcome.mass;   // other warps than the first had no sum
-    if (!list_rivals(row, slice, kept, words[2], rivals, board, count)) return false;
-    words[0] = 0;
-    if (slice.rank == 0) {
-        const Winner winner = sum_and_win(row, slice, nullptr, 0, rivals.list, count, kept).winner;
-        if (threadIdx.x == 0) result.outcome.winner = winner.key;
-        words[0] = !rivals.include(winner, 0);
-    }
-    slice.tell(words);
-    return !words[0];
+    const int next = win_again(row, slice, {words[1], row.least}, words[2], rivals, board, result);
+    slice.turn = next < 0 ? ~next : next;
+    return next >= 0;
 }

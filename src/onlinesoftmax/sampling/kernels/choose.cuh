@@ -47,24 +47,26 @@ __device__ inline double sum_of(const Row& row, uint64 key) {
 
 // The key of a sorted list at which the running sum of the masses, from `before` on, reaches the goal; a goal of 0
 // stands for row.goal(the sum of the kept masses).
-__device__ inline uint64 key_at_mass(
-    const Row& row, Slice& slice, const uint64* list, int count, Kept kept, uint64 before, uint64 goal
+__device__ __noinline__ uint64 key_at_mass(
+    const Row& row, Slice slice, const uint64* list, int count, Kept kept, uint64 before, uint64 goal
 ) {
-    uint64 own = 0, above = 0, sum = before;
-    const auto add = [&](int i) {
-        own = i < count && row.keeps(list[i], kept) ? row.mass(list[i]) : 0;
-        uint64 total;
-        above = sum + slice.scan(own, total), sum += total;
-    };
-    const auto look = [&](int i) { if (above < goal && above + own >= goal) slice.exchange->found[0] = list[i]; };
-    if (!goal) {
+    bool known = goal;
 #pragma unroll 1
-        for (int first = 0; first < count; first += THREADS) add(first + threadIdx.x);
-        goal = row.goal(sum), sum = before;
-        if (count <= THREADS) look(threadIdx.x), count = 0;   // each thread still has its key
+    for (bool done = false; !done;) {
+        done = known;
+        uint64 sum = before;
+#pragma unroll 1
+        for (int first = 0; first < count; first += THREADS) {
+            const int i = first + threadIdx.x;
+            const uint64 own = i < count && row.keeps(list[i], kept) ? row.mass(list[i]) : 0;
+            uint64 total;
+            const uint64 above = sum + slice.scan(own, total);
+            sum += total;
+            if (!known && count <= THREADS) goal = row.goal(sum), known = done = true;   // each thread still has its key
+            if (known && above < goal && above + own >= goal) slice.exchange->found[0] = list[i];
+        }
+        if (!known) goal = row.goal(sum), known = true;
     }
-#pragma unroll 1
-    for (int first = 0; first < count; first += THREADS) add(first + threadIdx.x), look(first + threadIdx.x);
     __syncthreads();
     return slice.exchange->found[0];
 }
@@ -80,17 +82,18 @@ __device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const u
     return words[1];
 }
 
-// The masses and the number of the kept keys of a list, for the first warp; the winner among those of another list, for all.
+// The masses and the number of the kept keys of a list, and the winner among those of another list, for all threads.
 struct Chosen { uint64 mass, number; Winner winner; };
-__device__ inline Chosen sum_and_win(
+__device__ __noinline__ Chosen sum_and_win(
     const Row& row, Slice slice, const uint64* list, int count, const uint64* rivals, int number, Kept kept
 ) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto& of_warps = slice.exchange->of_warps;
-    uint64 sums[] = {0, 0};
+    uint64 mass = 0;
+    unsigned kept_keys = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < count; i += THREADS)
-        if (row.keeps(list[i], kept)) sums[0] += row.mass(list[i]), ++sums[1];
+        if (row.keeps(list[i], kept)) mass += row.mass(list[i]), ++kept_keys;
     Winner own{0, 0, 0};
 #pragma unroll 1
     for (int i = threadIdx.x; i < number; i += THREADS) {
@@ -99,23 +102,25 @@ __device__ inline Chosen sum_and_win(
         const float noise = -log_of_two(exponential(bits_of(token_of(key), row.offset, row.seed)));
         own.take(word_of(fma(below(score_of(key), row.m), row.rate, noise)), key);
     }
-    own = own.of_lanes();
-    sums[0] = sum_of_lanes(sums[0]), sums[1] = sum_of_lanes(sums[1]);
-    if (lane == 0) {
-        of_warps[warp][0] = sums[0], of_warps[warp][1] = sums[1];
-        of_warps[warp][2] = uint64(own.word) << 32 | own.second, of_warps[warp][3] = own.key;
+    // The lanes of a warp, and then the warps.
+#pragma unroll 1
+    for (bool warps = false;; warps = true) {
+        own = own.of_lanes(), mass = sum_of_lanes(mass), kept_keys = __reduce_add_sync(~0u, kept_keys);
+        if (warps) break;
+        if (lane == 0) {
+            of_warps[warp][0] = mass, of_warps[warp][1] = kept_keys;
+            of_warps[warp][2] = uint64(own.word) << 32 | own.second, of_warps[warp][3] = own.key;
+        }
+        __syncthreads();
+        const uint64* const words = of_warps[lane % WARPS];
+        const bool counts = lane < WARPS;   // each warp counts once
+        mass = counts ? words[0] : 0, kept_keys = counts ? unsigned(words[1]) : 0;
+        own = counts ? Winner{unsigned(words[2] >> 32), unsigned(words[2]), words[3]} : Winner{0, 0, 0};
     }
-    __syncthreads();
-    // Each warp counts once.
-    const uint64* const words = of_warps[lane % WARPS];
-    const bool counts = lane < WARPS;
-    own = counts ? Winner{unsigned(words[2] >> 32), unsigned(words[2]), words[3]} : Winner{0, 0, 0};
-    own = own.of_lanes();
-    if (warp == 0) sums[0] = sum_of_lanes(counts ? words[0] : 0), sums[1] = sum_of_lanes(counts ? words[1] : 0);
     __syncthreads();   // before the words of warps are overwritten
     // A product with a smaller rate may be no normal number, which is too rough.
     if (own.word && !(own.certain() && row.rate > 1e-30f)) own.key = exact_winner(row, slice, rivals, number, kept);
-    return {sums[0], sums[1], own};
+    return {mass, kept_keys, own};
 }
 
 // The outcome of a row of which a sorted list has all tokens that top_k keeps; narrows what is kept.

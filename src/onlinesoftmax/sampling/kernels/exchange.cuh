@@ -7,16 +7,17 @@
 constexpr int WORDS = 8, WARPS = THREADS / 32, BINS = 128;   // BINS of search.cuh
 struct Exchange {
     uint64 of_warps[WARPS][WORDS];
-    uint64 blocks[3][CLUSTER][WORDS];   // the third one is that of share_stores
+    uint64 blocks[2][CLUSTER][WORDS];
     uint64 bins[THREADS];
     uint64 bins_of_blocks[2][CLUSTER][BINS];
     uint64 found[3];
     uint64 arrived[2];    // barriers that count the words in `blocks`
     uint64 gathered;      // and those of a list
+    uint64 early;         // and of an inbox
 
     // Before the cluster opens, by one thread.
     __device__ inline void prepare() {
-        if (CLUSTER > 1) prepare_words(&arrived[0]), prepare_words(&arrived[1]), prepare_words(&gathered);
+        if (CLUSTER > 1) prepare_words(&arrived[0]), prepare_words(&arrived[1]), prepare_words(&gathered), prepare_words(&early);
     }
 };
 
@@ -91,28 +92,15 @@ struct Slice {
         merge_lanes(WARPS);
         __syncthreads();   // before the words of warps are overwritten
     }
-    // The sums of the words of all threads of the block, for its first warp.
-    template <int N> __device__ inline void add_threads(uint64 (&words)[N]) {
-        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-            words[i] = sum_of_lanes(words[i]);
-            if (lane == 0) exchange->of_warps[warp][i] = words[i];
-        }
-        __syncthreads();
-        if (warp == 0)
-#pragma unroll
-            for (int i = 0; i < N; ++i) words[i] = sum_of_lanes(lane < WARPS ? exchange->of_warps[lane][i] : 0);
-        __syncthreads();   // before the words of warps are overwritten
-    }
-
     // Gives `words` of each block, which its first warp has, to all threads: returns them by block.  All threads of the block
-    // have to meet between two calls.  Other stores of a block are not visible to the others.
+    // have to meet between two calls.  With `stores`, every block sees all earlier stores of the others too.
     using Words = const uint64 (*)[WORDS];
-    template <int N> __device__ inline Words share(const uint64 (&words)[N]) {
+    template <int N> __device__ inline Words share(const uint64 (&words)[N], bool stores = false) {
         const int buffer = turn & 1;
         uint64* const arrived = &exchange->arrived[buffer];
         if (CLUSTER > 1) {
+            // The threads of the block have met, so that one warp shows the stores of all.
+            if (stores && threadIdx.x < 32) show_stores();
             if (threadIdx.x == 0) expect_words(arrived, N * CLUSTER);
             if (threadIdx.x < CLUSTER)
 #pragma unroll
@@ -125,16 +113,29 @@ struct Slice {
             __syncthreads();
         }
         ++turn;
-        return exchange->blocks[buffer];
+        return shared();
     }
 
-    // As share, but every block sees all earlier stores of the others too; not to be called twice.
-    template <int N> __device__ inline Words share_stores(const uint64 (&words)[N]) {
-        if (threadIdx.x < CLUSTER)
-#pragma unroll
-            for (int i = 0; i < N; ++i) put_word(&exchange->blocks[2][rank][i], words[i], threadIdx.x);
-        wait_for_cluster();
-        return exchange->blocks[2];
+    // The words that were given last.
+    __device__ inline Words shared() const { return exchange->blocks[(turn - 1) & 1]; }
+
+    // As share, for the first warp alone: each of its lanes has the word of its number, modulo WORDS.
+    __device__ inline Words share_lanes(uint64 word) {
+        const int buffer = turn & 1, i = threadIdx.x % WORDS;
+        uint64* const arrived = &exchange->arrived[buffer];
+        ++turn;
+        if (threadIdx.x >= 32) return shared();
+        if (CLUSTER > 1) {
+            if (threadIdx.x == 0) expect_words(arrived, WORDS * CLUSTER);
+#pragma unroll 1
+            for (int block = threadIdx.x / WORDS; block < CLUSTER; block += 32 / WORDS)
+                send_word(&exchange->blocks[buffer][rank][i], word, arrived, block);
+            wait_for_words(arrived, (turn - 1) >> 1 & 1);
+        } else {
+            if (threadIdx.x < WORDS) exchange->blocks[buffer][0][i] = word;
+            __syncwarp();
+        }
+        return shared();
     }
 
     // Gives the words of block 0, which does not wait, to the other blocks.

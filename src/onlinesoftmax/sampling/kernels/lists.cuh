@@ -82,3 +82,36 @@ __device__ inline void wait_for_keys(const Slice& slice, int count, int times) {
     }
     __syncthreads();
 }
+
+// A list of few keys sets out before the blocks know how long the lists are: block 0 has an inbox, with a part for each block.
+template <int ROOM> struct Inbox {
+    uint64* keys;   // ROOM of them, in the same place in all blocks
+    static constexpr unsigned PART = ROOM / CLUSTER;
+
+    // How many keys of a list of this length go to the inbox.
+    __device__ static inline unsigned early(unsigned count) { return count <= PART ? count : 0; }
+    // Sends the list of this block.
+    __device__ inline void send(const Slice& slice, const uint64* list, unsigned count) const {
+        if (slice.rank == 0) return;
+#pragma unroll 1
+        for (unsigned i = threadIdx.x; i < early(count); i += THREADS)
+            send_word(&keys[slice.rank * PART + i], list[i], &slice.exchange->early, 0);
+    }
+    // Waits in block 0 for such lists, and moves them to its own if they fit: each has its place behind those of the blocks
+    // before.  A lane has the length of the list of the block of its number.  A kernel does this once.
+    __device__ inline void take(const Slice& slice, uint64* list, unsigned count, bool fits) const {
+        if (CLUSTER == 1 || slice.rank) return;
+        const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        if (lane >= CLUSTER) count = 0;
+        const unsigned coming = __reduce_add_sync(~0u, lane ? early(count) : 0);
+        if (threadIdx.x == 0) expect_words(&slice.exchange->early, coming);
+        wait_for_words(&slice.exchange->early, 0);
+#pragma unroll 1
+        for (unsigned block = 1 + warp; fits && block < CLUSTER; block += WARPS) {
+            const unsigned before = __reduce_add_sync(~0u, lane < block ? count : 0), its = early(from_lane(count, int(block)));
+#pragma unroll 1
+            for (unsigned i = lane; i < its; i += 32) list[before + i] = keys[block * PART + i];
+        }
+        __syncthreads();
+    }
+};

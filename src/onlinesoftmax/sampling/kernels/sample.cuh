@@ -56,12 +56,16 @@ __device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
     row.least = divisor == 0 || !p.min_p ? -INF : divisor * natural_log(fmin(fmax(min_p, 0.0), 1.0));
 }
 
-// The result of the first pass: whether the lists are complete; the numbers of keys in the lists of all blocks, and in
-// those of the blocks before this one, for candidates and for rivals; the largest score of the first tiles.
-struct Seen { bool fits; uint64 count, offset, rivals, rivals_offset; float peak; };
+// The result of the first pass: whether the lists are complete; the keys in the lists of all blocks, and of those before this
+// one, of candidates and of rivals; how many candidates block 0 lacks; the largest score of the first tiles.
+struct Seen { bool fits; uint64 count, offset, rivals, rivals_offset; unsigned late; float peak; };
 
-// Reads the tiles of a slice, of which the first one is in a cache.  Of rows without top_k, it COUNTS the scores.
-template <bool COUNTS>
+// Keys of an inbox in the place of the rivals and the counts, for rows that have none.
+constexpr int ROOM_WITHOUT_COUNTS = MOST_RIVALS + MOST_ABOVE + SPREAD / 2;
+
+// Reads the tiles of a slice, of which the first one is in a cache.  It LISTS the tokens that can be among the wanted ones,
+// if any are; of rows without top_k, it COUNTS the scores.
+template <bool COUNTS, bool LISTS>
 __device__ __noinline__ Reading read_slice(
     const Row& row, Slice slice, Spread spread, Rivals rivals, uint64* list, Board* board, float peak
 ) {
@@ -76,11 +80,11 @@ __device__ __noinline__ Reading read_slice(
         __syncwarp();   // the threads that have listed tokens go on with the others
         tiles.take(slice, tile);
         const int turn = tile / TILE;
-        if (wanted && turn && !(turn & (turn - 1))) {
+        if (LISTS && wanted && turn && !(turn & (turn - 1))) {
             // After 1, 2, 4 and so on tiles.  So many threads have seen this score, or more; two buffers take turns.
             own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps[~__popc(turn - 1) & 1]));
         }
-        const float threshold = fmax(board->threshold, own_threshold);
+        const float threshold = LISTS ? fmax(board->threshold, own_threshold) : INF;
         const float largest = tiles.largest();
         reading.peak = fmax(reading.peak, largest);
         unsigned won = 0, hits = 0;
@@ -90,7 +94,7 @@ __device__ __noinline__ Reading read_slice(
             won = rivals.among(tiles, unsigned(slice.begin + tile), row.seed, row.offset);
         }
         // Most threads have no token that reaches it, not even their largest; NaN does.
-        const float least = COUNTS ? fmin(threshold, spread.edge) : threshold;
+        const float least = !COUNTS ? threshold : LISTS ? fmin(threshold, spread.edge) : spread.edge;
         if (!(largest < least))
 #pragma unroll
             for (int i = 0; i < OWN_TOKENS; ++i) hits |= unsigned(!(tiles.score(i) < least)) << i;
@@ -110,12 +114,12 @@ __device__ __noinline__ Reading read_slice(
                 ++at;
                 continue;
             }
-            if (!(x < threshold)) crowded |= append(list, CAPACITY, &board->count, key) >= FEW;
+            if (LISTS && !(x < threshold)) crowded |= append(list, CAPACITY, &board->count, key) >= FEW;
             if (spread.bin(x) == Spread::FIRST) append(spread.above, MOST_ABOVE, &board->counts[0], key);
             if (won >> i & 1 && x > -INF) append(rivals.list, MOST_RIVALS, &board->counts[1], key);
         }
         // There is room for two tiles.
-        if (wanted && tile / TILE % 2 && __syncthreads_or(crowded)) {
+        if (LISTS && wanted && tile / TILE % 2 && __syncthreads_or(crowded)) {
             crowded = false;
             if (cut(list, wanted, ~0u, slice, board) > FEW) {
                 // Too many equal scores.  Nothing more is listed, but the rest of the slice may have the largest score,
@@ -206,8 +210,9 @@ __device__ inline void first_pass(
 
     Reading reading{peak, bad, false};
     if (whole) reading = list_held(wanted, slice, list, board, peak, bad);
-    if (counts) reading = read_slice<true>(row, slice, spread, rivals, list, board, peak);
-    else if (!reading.fits) reading = read_slice<false>(row, slice, spread, rivals, list, board, peak);
+    if (counts && !wanted) reading = read_slice<true, false>(row, slice, spread, rivals, list, board, peak);
+    else if (counts) reading = read_slice<true, true>(row, slice, spread, rivals, list, board, peak);
+    else if (!reading.fits) reading = read_slice<false, true>(row, slice, spread, rivals, list, board, peak);
     raise(&board->peak, word_of(reading.peak));
     bad = __syncthreads_or(reading.bad);
     const bool fits = reading.fits;
@@ -216,26 +221,31 @@ __device__ inline void first_pass(
     const int most = max(wanted, min(max(2 * wanted, THREADS), room / CLUSTER));
     if (wanted && fits && board->count > (CLUSTER > 1 ? most : FEW)) cut(list, wanted, board->peak, slice, board);
     const bool full = !fits || board->counts[0] > MOST_ABOVE;
+    const Inbox<ROOM_WITHOUT_COUNTS> inbox{rivals.list};
+    if (!counts) inbox.send(slice, list, board->count);
     const uint64 words[] = {
         board->peak, uint64(bad) | uint64(full) << 1, board->count, board->counts[0], board->counts[1]
     };
     // A lane has the words of a block.  Where scores are counted, every block looks at the counts of all.
     const int lane = thread % 32;
-    const uint64* const its = (counts ? slice.share_stores(words) : slice.share(words))[lane % CLUSTER];
+    const uint64* const its = slice.share(words, counts)[lane % CLUSTER];
     const auto add = [&](int i, int blocks) { return __reduce_add_sync(~0u, lane < blocks ? unsigned(its[i]) : 0); };
     const unsigned largest = __reduce_max_sync(~0u, unsigned(its[0])), flags = __reduce_or_sync(~0u, unsigned(its[1]));
     const unsigned count = add(2, CLUSTER), offset = add(2, slice.rank);
+    const unsigned listed = unsigned(its[2]), of_lane = lane && lane < CLUSTER ? listed : 0;
+    const unsigned late = __reduce_add_sync(~0u, of_lane - inbox.early(of_lane));
     const unsigned its_rivals = add(4, CLUSTER), rivals_offset = add(4, slice.rank);
+    if (!counts) inbox.take(slice, list, listed, count <= MOST_SORTED);
     if (thread == 0) {
         row.m = score_of_word(largest);
         row.valid = row.valid && !(flags & 1) && row.m > -INF;
-        seen = {row.fits && flags < 2, count, offset, its_rivals, rivals_offset, of_block};
+        seen = {row.fits && flags < 2, count, offset, its_rivals, rivals_offset, late, of_block};
     }
     __syncthreads();
 }
 
 // The mass of the row at the temperature 1.
-__device__ inline uint64 raw_sum(Slice& slice, float m) {
+__device__ __noinline__ uint64 raw_sum(Slice slice, float m) {
     uint64 sum[] = {0};
 #pragma unroll 1
     for (int i = threadIdx.x * VECTOR; i < slice.count; i += THREADS * VECTOR) {
@@ -264,10 +274,11 @@ __device__ inline int sort_largest(uint64* list, int count, int wanted, float m,
 __device__ __noinline__ void choose_from_lists(
     const Row& row, Slice slice, const Seen& seen, bool raw, uint64* list, Board* board, Result& result
 ) {
-    gather(slice, list, board->count, seen.offset);
+    // A list that was too long for the inbox.
+    if (!Inbox<ROOM_WITHOUT_COUNTS>::early(board->count)) gather(slice, list, board->count, seen.offset);
     const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
     if (slice.rank) return;
-    wait_for_keys(slice, int(seen.count) - int(board->count), 0);
+    if (seen.late) wait_for_keys(slice, int(seen.late), 0);
     const int count = sort_largest(list, int(seen.count), row.wanted, row.m, slice, board);
     Kept kept{0, -INF};
     const Outcome outcome = choose(row, slice, list, count, kept);

@@ -20,7 +20,8 @@ __device__ inline double rounded(double y) { return y + 6755399441055744.0 - 675
 
 // The score less the largest: 0 for the largest itself, which may be infinite; finite for finite scores.
 __device__ inline float below(float x, float m) {
-    return x == m ? 0 : x == -INF || m == INF ? -INF : fmax(__fadd_rn(x, -m), -LARGEST_FLOAT32);
+    const float z = __fadd_rn(x, -m);
+    return x == m ? 0 : x == -INF || m == INF ? z : fmax(z, -LARGEST_FLOAT32);
 }
 
 // The score less the largest in float64, which holds the difference of any two finite float32 numbers.
@@ -69,6 +70,7 @@ __device__ inline unsigned token_of(uint64 key) { return ~unsigned(key); }
 __device__ inline float least_score(float m, double least) {
     unsigned word = word_of(-LARGEST_FLOAT32);   // all scores below that of `word` are too far away
     const unsigned largest = word_of(fmin(m, LARGEST_FLOAT32));
+#pragma unroll 1
     for (unsigned step = 1u << 31; step; step /= 2)
         if (largest - word >= step && exactly_below(score_of_word(word + step - 1), m) < least) word += step;
     return score_of_word(word);

@@ -15,17 +15,19 @@ struct Spread {
     static constexpr float FIRST = 2, UNIT = 0x1p-22f;
     __device__ inline float bin(float x) const { return fma(__saturatef(fma(x, -scale, shift)), UNIT * (SPREAD - 1), FIRST); }
 
-    __device__ inline float score(float position) const { return (shift - (position - 0.5f) / (SPREAD - 1)) / scale; }
-    __device__ inline float width() const { return 1 / (scale * (SPREAD - 1)); }   // of a bin
+    __device__ inline float score(float position) const {
+        return (shift - (position - 0.5f) * (1.0f / (SPREAD - 1))) * reciprocal(scale);
+    }
+    __device__ inline float width() const { return reciprocal(scale) * (1.0f / (SPREAD - 1)); }   // of a bin
 
     // The bins for rows whose sampled scores are from `least` to `top`, up to the distance `span`.
     __device__ inline void set(float top, float least, float span) {
         // Positions of 2^18 and less are exact enough.
         span = fmax(fmin(span, top - least), fmax(fabs(top) / 128, 1e-30f));
-        scale = float(SPREAD - 2) / (SPREAD - 1) / span, shift = top * scale;
+        scale = float(SPREAD - 2) / (SPREAD - 1) * reciprocal(span), shift = top * scale;
         // Without a score in the sample, bin 0 has all.
         if (top == -INF) scale = 1e-38f, shift = 0;
-        edge = score(1 + 1.0f / 32);
+        edge = score(1 + 1.0f / 8);
     }
 
     // Counts a score, or NaN in bin 0.

@@ -28,13 +28,13 @@ struct Tiles {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) slice.fetch(next[i], tile + chunk(i));
     }
-    // Copies the slice; wait_groups(0) waits for it.
+    // Copies the slice, and -inf to the end of its last tile; wait_groups(0) waits for it.
     __device__ static inline void copy(const Slice& slice) {
         int i = chunk(0);
 #pragma unroll 1
         for (; i <= slice.count - VECTOR; i += THREADS * VECTOR) copy_async(slice.held + i / VECTOR, slice.x + i);
         commit();
-        if (i < slice.count) slice.complete(slice.held[i / VECTOR], i);
+        if (i < (max(slice.count, 1) + TILE - 1) / TILE * TILE) slice.complete(slice.held[i / VECTOR], i);
     }
     // Begins to read the slice.
     __device__ inline void begin(const Slice& slice) {
@@ -49,7 +49,7 @@ struct Tiles {
             fetch(slice, tile + TILE);
             if (threadIdx.x < TILE / LINE && later < slice.count) prefetch(slice.x + later);
         }
-        if (tile + TILE > slice.count)
+        if (!HELD && tile + TILE > slice.count)
 #pragma unroll
             for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + chunk(i));
     }

@@ -32,6 +32,11 @@ __device__ inline void wait_for_cluster() {
     else asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Makes the earlier stores of this thread, and of those that it has met, visible to the readers of its next messages.
+__device__ inline void show_stores() {
+    if constexpr (CLUSTER > 1) asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+
 // Waits until every block of the cluster has begun, so that it may be written to; threads of the block see each other's
 // earlier stores.  Simulated blocks find the variables of others by their distance from this one.
 __device__ inline void open_cluster(const void*) {
