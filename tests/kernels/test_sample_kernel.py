@@ -59,7 +59,7 @@ def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize(("cols", "cluster"), [(100, 1), (1001, 2), (3000, 8)])
+@pytest.mark.parametrize(("cols", "cluster"), [(100, 1), (1001, 2), (3000, 16)])
 def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict[str, Any], folder: Path) -> None:
     x = torch.randn(4, cols, generator=torch.Generator().manual_seed(cols)) * 3
     rows = {
@@ -115,7 +115,7 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
     check(wide, 1, folder, 0, seed=torch.arange(2), temperature=3e38)
 
 
-@pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 8), ("sm_100", 8)])
+@pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 8)])
 def test_the_kernel_compiles(arch: str, cluster: int) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     _, log, _ = compile.build(source.source(source.Shape("float32", cluster, 512, 1, True, 4)), arch)
@@ -187,8 +187,11 @@ def test_few_rows_have_many_blocks() -> None:
         assert shape.dynamic_bytes + source.declared_bytes(shape.cluster) <= device.shared_memory
         return shape.cluster, shape.threads, shape.resident, shape.tiles
 
-    assert cut(1, 128256, hopper) == (8, 512, 1, 4)
-    assert cut(1, 128256, hopper, aligned=False) == (8, 512, 1, 0)
+    assert cut(1, 128256, hopper) == (16, 512, 1, 2)
+    assert cut(1, 128256, hopper, aligned=False) == (16, 512, 1, 0)
+    assert cut(4, 128256, hopper)[0] == 16
+    assert cut(5, 128256, hopper)[0] == cut(1, 128256, replace(hopper, multiprocessors=78))[0] == 8
+    assert cut(8, 128256, hopper) == (8, 512, 1, 4)
     assert cut(64, 128256, hopper) == (2, 512, 1, 0)
     assert cut(1024, 128256, hopper) == (1, 512, 2, 0)
     # Two blocks of a cluster of 8 do not fit the shared memory of a multiprocessor.

@@ -33,9 +33,6 @@ MOST_TOP = 1024
 """Most tokens that a list may have to hold: more than top_k takes passes over the row, and more of the largest
 log-probabilities take PyTorch's operations."""
 
-MOST_BLOCKS = 8
-"""Most blocks of a cluster."""
-
 _THREADS = 512, 256
 """Threads of a block; fewer where the lists of more would not fit in shared memory."""
 
@@ -81,6 +78,11 @@ class Shape(NamedTuple):
         return list_bytes(self.threads) + self.tiles * TOKENS * self.threads * ITEMSIZE[self.dtype]
 
 
+def most_blocks(device: Device) -> int:
+    """Most blocks of a cluster; 1 where there are no clusters."""
+    return 16 if device.compute_capability[0] == 9 else 8 if device.compute_capability >= (9, 0) else 1
+
+
 def slice_of(cols: int, cluster: int) -> int:
     """Tokens of a block: a multiple of 8, which is whole chunks of 16 bytes, and whole groups of four for the noise."""
     return -(-cols // (8 * cluster)) * 8
@@ -114,11 +116,15 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
         dtype, aligned: As for `Shape`.
         device: Where the kernel is to run.
     """
-    threads = next((n for n in _THREADS if list_bytes(n) + declared_bytes(MOST_BLOCKS) <= device.shared_memory), None)
+    most = most_blocks(device)
+    threads = next((n for n in _THREADS if list_bytes(n) + declared_bytes(most) <= device.shared_memory), None)
     if threads is None:
         return None
     best, resident, least = None, 1, math.inf
-    for cluster in (1, 2, 4, MOST_BLOCKS) if device.compute_capability >= (9, 0) else (1,):
+    for cluster in (1, 2, 4, 8, 16):
+        # A device has up to 8 parts, and only those with 16 multiprocessors have a place for a cluster of 16.
+        if cluster > most or (cluster == 16 and max(2 * rows, 8) * cluster > device.multiprocessors):
+            break
         # The system takes 1 KB of shared memory for each block.
         together = (device.shared_memory + 1024) // (list_bytes(threads) + declared_bytes(cluster) + 1024)
         blocks = min(RESIDENT_THREADS // threads, together)

@@ -9,7 +9,7 @@ from ...core.device import Device
 from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
-from .source import constants_of, slice_of
+from .source import constants_of, most_blocks, slice_of
 from .stream import STAGES, TOKENS, stream_bytes
 
 NAME = "unfiltered_kernel"
@@ -63,11 +63,6 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, raw: bool, device:
     while threads > 64 and slice_of(cols, cluster) <= TOKENS * threads // 2:
         threads //= 2
     return Shape(dtype, cluster, threads, aligned, raw)
-
-
-def most_blocks(device: Device) -> int:
-    """Most blocks of a cluster; 1 where there are no clusters."""
-    return 16 if device.compute_capability[0] == 9 else 8 if device.compute_capability >= (9, 0) else 1
 
 
 def dynamic_bytes(shape: Shape) -> int:
