@@ -56,22 +56,34 @@ struct Rivals {
     }
 };
 
+// Replaces the counts of each block by the sums of those of all blocks.  A block adds a part of them and gives it to the
+// others, because words of other blocks come slowly.  `room` is for SPREAD / 2 words.
+__device__ inline void add_counts(const Slice& slice, const Spread& spread, uint64* room) {
+    constexpr int PAIRS = SPREAD / 2 / CLUSTER;   // of a part; a word has two counts
+    uint64* const pairs = reinterpret_cast<uint64*>(spread.counts) + slice.rank * PAIRS;
+    uint64* const added = &slice.exchange->added;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < SPREAD / 2; i += THREADS) room[i] = get_word(&pairs[i % PAIRS], i / PAIRS);
+    __syncthreads();   // before the counts of this part are overwritten
+    if (threadIdx.x == 0) expect_words(added, SPREAD / 2);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < SPREAD / 2; i += THREADS) {
+        uint64 sum = 0;
+#pragma unroll
+        for (int block = 0; block < CLUSTER; ++block) sum += room[block * PAIRS + i % PAIRS];
+        send_word(&pairs[i % PAIRS], sum, added, i / PAIRS);
+    }
+    wait_for_words(added, 0);
+}
+
 // The bin in which the masses of a row reach the goal of top_p, nearly.  All blocks compute the same.
-__device__ inline int estimate(const Row& row, Slice& slice, const Spread& spread, Board* board) {
+__device__ inline int estimate(const Row& row, Slice& slice, const Spread& spread, uint64* room, Board* board) {
     constexpr int OWN = SPREAD / THREADS;
     const int thread = threadIdx.x;
     Exchange& exchange = *slice.exchange;
     if (thread == 0) exchange.found[0] = 0, board->peak = 0;
+    if (CLUSTER > 1) add_counts(slice, spread, room);
     __syncthreads();
-    unsigned counts[OWN] = {};
-    // The words of all blocks are under way at the same time.
-#pragma unroll
-    for (int block = 0; block < CLUSTER; ++block)
-#pragma unroll
-        for (int i = 0; i < OWN; i += 2) {
-            const uint64 two = two_counts(spread, (thread * OWN + i) / 2, block);
-            counts[i] += unsigned(two), counts[i + 1] += unsigned(two >> 32);
-        }
     // Adjacent threads take the lists of different blocks.  Sums of whole numbers are the same in all blocks.
     const int of = thread % CLUSTER, above = int(slice.shared()[of][3]);
 #pragma unroll 1
@@ -82,7 +94,7 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         const float z = fmin(spread.score(thread * OWN + i + 0.5f) - row.m, 0.0f);
-        bins[i] = counts[i] * power_of_two(z * row.rate);
+        bins[i] = spread.counts[thread * OWN + i] * power_of_two(z * row.rate);
         if (thread + i == 0) bins[i] = float(int64(exchange.found[0])) / (uint64(1) << MASS_BITS);
         if (thread * OWN + i == SPREAD - 1) bins[i] = 0;
         own += bins[i];
@@ -222,9 +234,22 @@ __device__ inline uint64 threshold(
         }
         __syncthreads();
         few = int(board->counts[0]);
-    } while (few > THREADS / 8 && range.low < range.high);
-    sort(picked, few);
-    return row.with_ties(key_at_mass(row, slice, picked, few, {0, -INF}, range.above, found.goal));
+    } while (few > 32 && range.low < range.high);
+    if (few > 32) {   // equal scores
+        sort(picked, few);
+        return row.with_ties(key_at_mass(row, slice, picked, few, {0, -INF}, range.above, found.goal));
+    }
+    // A lane has a key, and adds the masses of those from it on; every warp does the same.
+    const int lane = threadIdx.x % 32;
+    const uint64 own = lane < few ? picked[lane] : 0, mass = lane < few ? row.mass(own) : 0;
+    uint64 sum = range.above;
+#pragma unroll 1
+    for (int i = 0; i < few; ++i) {
+        const uint64 other = from_lane(mass, i);
+        if (from_lane(own, i) >= own) sum += other;
+    }
+    // The largest key that reaches the goal.
+    return row.with_ties(largest_of_lanes(lane < few && sum >= found.goal ? own : 0));
 }
 
 // Lists the rivals among the kept tokens, whose masses have the sum `mass`; false where they do not fit the list.  Block 0
@@ -292,7 +317,7 @@ __device__ inline bool choose_by_mass(
     const bool cuts = row.top_p < 1;
     Window window{least, least};
     if (cuts) {
-        const int bin = estimate(row, slice, spread, board);
+        const int bin = estimate(row, slice, spread, between, board);
         window.high = bin > 0 ? fmax(spread.score(bin - MARGIN), least) : INF;
         window.low = fmax(spread.score(bin + 1 + MARGIN), least);
     }

@@ -13,11 +13,13 @@ struct Exchange {
     uint64 found[3];
     uint64 arrived[2];    // barriers that count the words in `blocks`
     uint64 gathered;      // and those of a list
-    uint64 early;         // and of an inbox
+    uint64 early, added;  // and of an inbox, and sums of counts
 
     // Before the cluster opens, by one thread.
     __device__ inline void prepare() {
-        if (CLUSTER > 1) prepare_words(&arrived[0]), prepare_words(&arrived[1]), prepare_words(&gathered), prepare_words(&early);
+        if (CLUSTER > 1)
+            prepare_words(&arrived[0]), prepare_words(&arrived[1]), prepare_words(&gathered), prepare_words(&early),
+            prepare_words(&added);
     }
 };
 

@@ -82,6 +82,13 @@ __device__ __noinline__ double gumbel(unsigned token, uint64 offset, uint64 seed
     return gumbel(bits_of(token, offset, seed));
 }
 
+// The largest 64-bit number of the lanes.
+__device__ inline uint64 largest_of_lanes(uint64 x) {
+    const unsigned high = __reduce_max_sync(~0u, unsigned(x >> 32));
+    const unsigned low = __reduce_max_sync(~0u, unsigned(x >> 32) == high ? unsigned(x) : 0u);
+    return uint64(high) << 32 | low;
+}
+
 // The winner among tokens by float32 numbers: the base-2 logarithms of mass and noise together.
 struct Winner {
     unsigned word, second;   // those of the largest and of the second one, as word_of has them; 0 for none

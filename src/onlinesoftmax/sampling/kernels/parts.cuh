@@ -2,13 +2,6 @@
 
 constexpr int WARPS = THREADS / 32;
 
-// The largest 64-bit number of the lanes.
-__device__ inline uint64 largest_of_lanes(uint64 x) {
-    const unsigned high = __reduce_max_sync(~0u, unsigned(x >> 32));
-    const unsigned low = __reduce_max_sync(~0u, unsigned(x >> 32) == high ? unsigned(x) : 0u);
-    return uint64(high) << 32 | low;
-}
-
 // 2^n for a whole number n up to 127; 0 below the normal numbers.
 __device__ inline float exact_power(float n) { return n < -126 ? 0 : __int_as_float((int(n) + 127) << 23); }
 

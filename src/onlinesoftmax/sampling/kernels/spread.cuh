@@ -33,8 +33,3 @@ struct Spread {
     // Counts a score, or NaN in bin 0.
     __device__ inline void add(float x) const { atomicAdd(counts - __float_as_int(FIRST) + __float_as_int(bin(x)), 1u); }
 };
-
-// Two adjacent counts of a block, in one word.
-__device__ inline uint64 two_counts(const Spread& spread, int pair, int block) {
-    return get_word(reinterpret_cast<const uint64*>(spread.counts) + pair, block);
-}
