@@ -44,6 +44,10 @@ CALLS: tuple[Callable[[], Any], ...] = (
     of_jax,
     strict,
     second_derivative,
+    lambda: osm.softmax(X, temperature=0.7),  # type: ignore[call-arg]  # the mistake
+    lambda: osm.linear_cross_entropy(torch.zeros(4, 8), torch.zeros(8, 10), INDEX),
+    lambda: osm.softmax(INDEX),
+    lambda: osm.load_balancing_loss(osm.route(X, 2)),
     lambda: osm.cross_entropy(torch.zeros(2, 4, 10), INDEX.expand(2, 4)),
     lambda: osm.cross_entropy(X, torch.tensor([1, 2, 3, 10]), check=True),
     lambda: osm.cross_entropy(INDEX, X),
