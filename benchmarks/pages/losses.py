@@ -190,6 +190,28 @@ def distributed_table(records: Records) -> str:
     return _of_many(records, "distributed", header, cells)
 
 
+def forecast_text(records: Records) -> str:
+    """What more GPUs would take for a loss, by the formula of docs/distributed.md and a record of two GPUs."""
+    name = "h100x2-distributed"
+    case = Case("cross_entropy", (8192, 128256), 1, "bfloat16", with_gradient=True)
+    found = next((each for each in records.cases(name) if each.case == case), None)
+    if found is None or found.copy is None:
+        return ABSENT
+    us = {result.who: result.times.median_us for result in found.results if result.times}
+    pair, one, copy = us["ours"], us["one-process"], 2 * found.copy.median_us
+    wait = pair - one / 2
+    several = [(count, one / count + wait) for count in (4, 8)]
+    said = " and ".join(
+        f"{microseconds(time)} µs on {count} ({time / (copy / count):.2f} times a copy of a shard)"
+        for count, time in several
+    )
+    return (
+        f"`cross_entropy` of {shape(case)} with its gradient takes {microseconds(one)} µs on one H100 and "
+        f"{microseconds(pair)} µs on two, {microseconds(wait)} more than half. If the wait stays, it takes {said}. "
+        f"Nobody has measured these.\n\n{source(records.get(name))}"
+    )
+
+
 def sharded_heads_table(records: Records) -> str:
     """Heads whose classes are sharded over the GPUs of one host: the time by each way, and of the bare products."""
     ways = {who: name for who, name in WAYS.items() if who in ("ours", "collective", "one-process")}
