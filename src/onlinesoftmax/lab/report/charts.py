@@ -174,7 +174,7 @@ def listed(measure: str) -> dict[str, Any]:
     chart = chart.mark_point(filled=True, size=60).encode(
         x=alt.X(f"{measure}:Q", title=title, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
                 axis=alt.Axis(format=form, tickCount=5, labelOverlap="greedy")),
-        y=alt.Y("shape:N", sort=None, title=None, axis=alt.Axis(grid=True, labelLimit=170)),
+        y=alt.Y("shape:N", sort=None, title=None, axis=alt.Axis(grid=True, labelLimit=230)),
         color=_by_library(), tooltip=_tips("of yardstick"),
         opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
     )  # fmt: skip
