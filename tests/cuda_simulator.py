@@ -321,6 +321,15 @@ SIZES = re.compile(r"\b(THREADS|FEW|CAPACITY|SPREAD|MOST_(?:ABOVE|BETWEEN|CANDID
 """Threads of a block that samples, and lengths of its lists."""
 
 
+def simulated_own_source(shape: Any, kernel: ModuleType) -> str:
+    """A kernel that an operation brings as C++ for the host; arguments as for `simulate_sample`."""
+    parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.FILES)]
+    parts[-1] = parts[-1].replace("extern __shared__", "__shared__").replace("memory[];", "memory[1 << 14];")
+    between = BETWEEN["cluster"] if "beginnings" in "".join(parts) else ""
+    parameter = parts[-1].rpartition("__grid_constant__ ")[2].split()[0]
+    return _program(parts, parameter, kernel.NAME, between)
+
+
 def simulate_sample(
     shape: Any, fields: NDArray[Any], rows: int, folder: Path, kernel: ModuleType = sampling, divisor: int = 1
 ) -> None:
@@ -333,11 +342,7 @@ def simulate_sample(
         folder: Where to put the shared libraries.
         divisor: What all SIZES are divided by.
     """
-    parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.FILES)]
-    parts[-1] = parts[-1].replace("extern __shared__", "__shared__").replace("memory[];", "memory[1 << 14];")
-    between = BETWEEN["cluster"] if "beginnings" in "".join(parts) else ""
-    parameter = parts[-1].rpartition("__grid_constant__ ")[2].split()[0]
-    text = _program(parts, parameter, kernel.NAME, between)
+    text = simulated_own_source(shape, kernel)
     library = load_kernel(SIZES.sub(lambda size: f"{size[1]} = {int(size[2]) // divisor}", text), folder)
     library.run(ctypes.c_void_p(fields.ctypes.data), rows * shape.cluster, 1, shape.cluster)
     assert not ctypes.c_long.in_dll(library, "misaligned").value, "accesses at addresses that are not aligned"

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,16 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from simulated_gpu import HANDLER, simulated_gpu
 
 import onlinesoftmax.jax as osj
-from cuda_machine import load_kernel
-from cuda_simulator import simulated_source
 from onlinesoftmax import PlanError, explain
-from onlinesoftmax.core.device import known
-from onlinesoftmax.jax import cuda_call, custom_op
-from onlinesoftmax.kernels.cuda import compile, source, xla_handler
+from onlinesoftmax.jax import cuda_call
+from onlinesoftmax.kernels.cuda import xla_handler
 from onlinesoftmax.kernels.cuda.xla_handler import Launch
-from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS as DECLARED
 
 OPERATIONS = ("softmax", "log_softmax", "logsumexp")
@@ -45,59 +39,10 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
 SHAPES = {"row": (9, 199), "looped": (2, 5000), "cluster": (2, 40000), "grid": (2, 40000)}
 
 
-class Host:
-    """A GPU that is simulated on the host, in the place of XLA's CPU: it runs the source of each request."""
-
-    def __init__(self) -> None:
-        self.folder = Path()
-        self.requests: dict[bytes, Request] = {}
-
-    def load(self, launch: Launch, device: int) -> xla_handler.Start:
-        """Compile the source of a launch for the host."""
-        kernel = load_kernel(simulated_source(self.requests[launch.cubin]), self.folder)
-        teams, team, _, _, cluster, together = launch.config
-
-        def start(addresses: Sequence[int], stream: int) -> None:
-            for size, address in zip(reversed(launch.mail), reversed(addresses), strict=False):
-                ctypes.memset(address, 0xFF, size)
-            values = np.frombuffer(bytearray(launch.values), np.uint64)
-            values[list(launch.fields)] = addresses
-            kernel.run(ctypes.c_void_p(values.ctypes.data), teams, team, teams * team if together else cluster)
-
-        return start
-
-    def launch(self, make: Any, request: Request, *more: Any) -> Launch:
-        """The launch of a request, with a number of it in the place of the machine code."""
-        code = hashlib.sha256(source.source(request).encode()).digest()
-        self.requests[code] = request
-        found: Launch = make(request, *more)
-        return found._replace(cubin=code)
-
-
-HOST = Host()
-HANDLER = xla_handler.Handler(HOST.load, has_stream=False)
-
-
-@pytest.fixture(scope="module")
-def registered(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Register the handler of the simulated GPU, which XLA allows once."""
-    HOST.folder = tmp_path_factory.mktemp("simulated")
-    address = ctypes.cast(HANDLER.callback, ctypes.c_void_p).value
-    jax.ffi.register_ffi_target(cuda_call.TARGET, jax.ffi.pycapsule(address), platform="cpu")
-
-
 @pytest.fixture
-def simulated(registered: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Plan for an H100, and run its kernels on the host."""
-    plan, device = custom_op.kernel_plan, known("h100")
-    monkeypatch.setattr(custom_op, "kernel_plan", lambda platform, *call: plan("cuda", *call))
-    monkeypatch.setattr(custom_op, "to_lower_for", lambda: device)
-    monkeypatch.setattr(cuda_call, "_launch", partial(HOST.launch, cuda_call._launch))
-    monkeypatch.setattr(compile, "cubin", lambda text, arch: b"")
-    with jax.default_device(jax.devices("cpu")[0]):
+def simulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with simulated_gpu(tmp_path_factory, monkeypatch):
         yield
-    # Programs with kernels that only this fixture runs.
-    jax.clear_caches()
 
 
 @pytest.fixture

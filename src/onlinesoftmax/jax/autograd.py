@@ -22,6 +22,7 @@ from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
 from ..core.arrays import Array
+from ..core.options import ScoreOptions
 from ..kernels.pallas.loss_formulas import COTANGENTS
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
@@ -88,6 +89,16 @@ def _changes(call: Signature, operands: Mapping[str, Array], results: Values, ch
     # Only l of the state changes: by its product with the change of lse, and not where it is infinite.
     l = results["l"]
     return {**changed, "l": changed["l"] * jnp.where(jnp.isfinite(l), l, 0)}
+
+
+def change_of_lse(options: ScoreOptions, operands: Mapping[str, Array], changes: Changes) -> Array:
+    """The change of the logsumexp of rows, whose state m and l is among the operands."""
+    t, factor = score_tangent(Signature("logsumexp", (), options), operands, changes)
+    if t is None:
+        return jnp.zeros_like(operands["m"])
+    tangent = Signature(TRANSPOSES[OPERATIONS["logsumexp"].gradient_name], ("dy",), options, factor=factor)
+    fixed = {name: operands[name] for name in ("x", *options.arrays, "m", "l")}
+    return _linear(tangent, fixed, {"t": t})["dy"]
 
 
 def _cotangent(call: Signature, output: str) -> str:

@@ -21,6 +21,7 @@ from ..core.device import Device
 from ..core.task import Task
 from ..core.view import View, row_view
 from ..kernels.cuda import arguments, compile, source, xla_handler
+from ..kernels.cuda.arguments import OwnLaunch
 from ..kernels.cuda.params import FIELD, FIELD_OF_POINTER
 from ..kernels.request import Request
 from ..ops import OPERATIONS
@@ -54,14 +55,39 @@ def run(call: Signature, operands: Mapping[str, Array], task: Task, plan: Plan, 
         for output in task.written
         for dtype in (jnp.dtype(task.dtypes[output.name]),)
     }
+    names = (*given, *shapes, *arguments.mail_words(request))
+    return _called(_launch(request, call, names, device), given, shapes)
+
+
+def run_own(
+    launch: OwnLaunch, operands: Mapping[str, Array], results: Mapping[str, Any], device: Device, words: int = 0
+) -> Values:
+    """The results of a kernel that an operation brings.
+
+    Args:
+        launch: The launch.
+        operands: Contiguous arrays by the names of the launch's pointers.
+        results: Shapes and dtypes by name.
+        device: The GPU that the launch is made for.
+        words: Number of 64-bit words that the blocks share, the tensor "words"; they are 0 before the kernel runs.
+    """
+    names = (*operands, *results, *(["words"] if words else []))
+    fields = tuple(launch.pointers.index(name) for name in names)
+    mail = (8 * words,) if words else ()
+    code = compile.cubin(launch.text, device.arch)
+    return _called(
+        xla_handler.Launch(launch.name, fields, mail, launch.configuration, launch.values, code, empty=0),
+        operands, results,
+    )  # fmt: skip
+
+
+def _called(launch: xla_handler.Launch, operands: Mapping[str, Array], results: Mapping[str, Any]) -> Values:
+    """The results of a launch, whose fields are those of the operands, the results and the mailboxes."""
     # The mailboxes are results, and so memory of this call alone.  XLA has no 64-bit types by default.
-    mail = arguments.mail_words(request)
-    boxes = [jax.ShapeDtypeStruct((2 * words,), jnp.int32) for words in mail.values()]
+    boxes = [jax.ShapeDtypeStruct((size // 4,), jnp.int32) for size in launch.mail]
     register()
-    kernel = jax.ffi.ffi_call(TARGET, [*shapes.values(), *boxes])
-    names = (*given, *shapes, *mail)
-    results = kernel(*given.values(), launch=_launch(request, call, names, device).text())
-    return dict(zip(shapes, results, strict=False))
+    kernel = jax.ffi.ffi_call(TARGET, [*results.values(), *boxes])
+    return dict(zip(results, kernel(*operands.values(), launch=launch.text()), strict=False))
 
 
 def _launch(request: Request, call: Signature, names: tuple[str, ...], device: Device) -> xla_handler.Launch:

@@ -169,6 +169,7 @@ _one_by_one = _OneByOne()
 def primitive(
     name: str, lowered: Callable[..., list[Array]], abstract: Callable[..., list[Any]],
     within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    runs_on: Callable[[str, Any], str] = lambda platform, _: platform,
 ) -> Primitive:  # fmt: skip
     """A primitive without derivatives and batches; its parameters are `names` and `call`, which are hashable.
 
@@ -177,6 +178,7 @@ def primitive(
         lowered: Function of a platform, the operands and the parameters that returns the results.
         abstract: Function of the types of the operands and the parameters that returns the types of the results.
         within: Makes the context in which `lowered` is traced and its operations are lowered.
+        runs_on: Function of a platform and the context of a lowering that returns the platform for `lowered`.
     """
     made = Primitive(f"onlinesoftmax_{name}")
     made.multiple_results = True
@@ -206,10 +208,11 @@ def primitive(
     made.def_abstract_eval(abstract)
     partitioning.register(made)
 
-    def lower(platform: str | None, *arguments: Any, **params: Any) -> Any:
-        lowering = mlir.lower_fun(partial(lowered, platform or "any"), multiple_results=True)
+    def lower(platform: str | None, context: Any, *values: Any, **params: Any) -> Any:
+        rule = partial(lowered, runs_on(platform or "any", context))
+        lowering = mlir.lower_fun(rule, multiple_results=True)
         with within():
-            return array_types.of_plain_arrays(lowering)(*arguments, **params)
+            return array_types.of_plain_arrays(lowering)(context, *values, **params)
 
     for platform in (None, "cuda"):
         mlir.register_lowering(made, partial(lower, platform), platform=platform)

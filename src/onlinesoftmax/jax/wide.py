@@ -44,13 +44,30 @@ def with_64_bits() -> Iterator[None]:
         yield
 
 
-def primitive(name: str, lowered: Callable[..., list[Array]]) -> Primitive:
-    """A primitive without derivatives whose results have the leading axes of the first operand.
+def _platform(divides: bool, platform: str, context: Any) -> str:
+    """The platform of a lowering; "any" where a program calls none of our kernels.
+
+    A program of `jax.export` has no custom calls of other libraries.  XLA divides its own operations over devices; for
+    a kernel, it would gather the arrays, unless the lowering `divides` them itself.
+    """
+    module = context.module_context
+    axes = module.axis_context
+    # In `shard_map`, arrays are those of one device.
+    is_whole = axes.num_devices == 1 if hasattr(axes, "num_devices") else axes.manual_axes == {*axes.mesh.axis_names}
+    return platform if (divides or is_whole) and not module.lowering_parameters.for_export else "any"
+
+
+def primitive(
+    name: str, lowered: Callable[..., list[Array]], shared: tuple[str, ...] = (), divides: bool = False
+) -> Primitive:
+    """A primitive without derivatives whose results have the leading axes of the first operand, or 1 in their place.
 
     Args:
         name: Its name.
         lowered: Function of a platform, the operands and the parameters `names` and `call`, which returns the results;
             it is traced with 64-bit types.  A batch is one more axis of all operands, the first.
+        shared: Names of the operands whose axis of a batch may have size 1.
+        divides: True where `lowered` divides the arrays of several devices itself.
     """
 
     def abstract(*avals: Any, **params: Any) -> list[Any]:
@@ -60,19 +77,23 @@ def primitive(name: str, lowered: Callable[..., list[Array]]) -> Primitive:
         along_rows = list(x.sharding.spec)[: x.ndim - 1]
         found = []
         for t in results:
-            sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*along_rows[: len(t.shape)]))
+            along = [part if n == own else None for part, n, own in zip(along_rows, t.shape, x.shape, strict=False)]
+            sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*along))
             found.append(x.update(shape=t.shape, dtype=t.dtype, weak_type=False, sharding=sharding))
         return found
 
     def batch(arrays: tuple[Array, ...], axes: tuple[int | None, ...], **params: Any) -> tuple[list[Array], list[int]]:
         size = next(t.shape[axis] for t, axis in zip(arrays, axes, strict=True) if axis is not None)
-        operands = [
-            jnp.broadcast_to(t[None], (size, *t.shape)) if axis is None else jnp.moveaxis(t, axis, 0)
-            for t, axis in zip(arrays, axes, strict=True)
-        ]
+
+        def to_front(operand: str, t: Array, axis: int | None) -> Array:
+            if axis is not None:
+                return jnp.moveaxis(t, axis, 0)
+            return t[None] if operand in shared else jnp.broadcast_to(t[None], (size, *t.shape))
+
+        operands = list(map(to_front, params["names"], arrays, axes))
         results = made.bind(*array_types.alike(tuple(operands)), **params)
         return results, [0] * len(results)
 
-    made = custom_op.primitive(name, lowered, abstract, with_64_bits)
+    made = custom_op.primitive(name, lowered, abstract, with_64_bits, partial(_platform, divides))
     batching.primitive_batchers[made] = batch
     return made

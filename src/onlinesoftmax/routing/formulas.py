@@ -79,7 +79,7 @@ def results_of(
     Args:
         of: Functions of the library.
         x: Logits (..., experts), float32 or float64.
-        bias: Bias (experts,), or None.
+        bias: Bias (..., experts) that broadcasts to x, or None.
         indices: The experts of each token, (..., k); -1 for none.
         rule: How they are weighted.
         with_probabilities: True to return the probabilities.
@@ -115,7 +115,7 @@ def is_out(of: Functions, bias: Array | None, places: Array) -> Array | bool:
     """True for each expert whose bias is -inf, (..., k); a bool without a bias."""
     if bias is None:
         return False
-    excluded: Array = of.take(of.xp.broadcast(bias, (*places.shape[:-1], bias.shape[0])), places) == -math.inf
+    excluded: Array = of.take(of.xp.broadcast(bias, (*places.shape[:-1], bias.shape[-1])), places) == -math.inf
     return excluded
 
 

@@ -115,7 +115,7 @@ def topk_logprobs(
     rows = checked_rows(name, logits, axis, options_of(scale, softcap, None, where))
     number = checked_count(name, "k", k, rows.cols)
     tokens = None if target is None else checked_tokens(name, "target", target, rows.x.shape[:-1])
-    return run.topk_logprobs(logits, rows, number, tokens, {"where": where, "scale": scale, "softcap": softcap})
+    return run.topk_logprobs(rows, number, tokens)
 
 
 def verify(

@@ -1,6 +1,7 @@
-"""The ways of the calls: the formulas as one primitive, which JAX lowers with 64-bit types whatever its setting.
+"""The ways of the calls: one primitive, which JAX lowers with 64-bit types whatever its setting.
 
-Masses are int64 and the noise is float64 (sampling/formulas.py), and JAX has no such types by default (wide.py).
+On a GPU it calls the kernels of sampling/kernels.  Elsewhere, and for what they do not take, XLA runs the formulas:
+masses are int64 and the noise is float64 (sampling/formulas.py), and JAX has no such types by default (wide.py).
 """
 
 from __future__ import annotations
@@ -11,47 +12,64 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ...core.arrays import Array, accumulator
+from ...core.arrays import Array, accumulator, namespace
+from ...core.formulas import is_defined
+from ...core.options import ScoreOptions
 from ...sampling import formulas
 from ...sampling.results import Sampled, Support, TopLogprobs, Verified
 from ...sampling.rules import Parameters
-from .. import array_types, wide
-from ..eager import scores, scores_at
-from ..functions import token_logprobs
+from .. import array_types, autograd, custom_op, own_kernels, wide
+from ..eager import logsumexp_of, scores, scores_at
 from ..prepare import Rows
-from ..signature import Values
+from ..signature import Signature, Values
 from ..wide import FUNCTIONS
+from . import kernels
 from .arguments import Words
 
 _DTYPES = {
     "temperature": "float32", "top_k": "int64", "top_p": "float64", "min_p": "float64", "seed": "int64",
-    "offset": "int64", "drafts": "int64",
+    "offset": "int64", "drafts": "int64", "target": "int64",
 }  # fmt: skip
 """Dtypes of operands in the formulas."""
+
+
+class Function(NamedTuple):
+    """A function of logits.
+
+    Attributes:
+        name: Name of the public function.
+        formula: formula(call, operands) returns the results.
+        kernel: kernel(call) is its kernel in own_kernels.py; None without one.
+    """
+
+    name: str
+    formula: Callable[[Call, Values], list[Array]]
+    kernel: Callable[[Call], own_kernels.Kernel] | None
 
 
 class Call(NamedTuple):
     """A static parameter of the primitive.
 
     Attributes:
-        formula: formula(call, operands) returns the results.
+        function: The function.
         words: Name and dtype of each operand that is an array of pairs of 32-bit words.
-        first, raw, top: As for the formulas.
+        first, raw, top: As for the formulas; for `topk_logprobs`, top is k.
         most: Most tokens of a row in the support; 0 for no support.
     """
 
-    formula: Callable[[Call, Values], list[Array]]
+    function: Function
     words: tuple[tuple[str, str], ...]
-    first: bool
+    first: bool = False
     raw: bool = False
     top: int = 0
     most: int = 0
 
 
 def _sample(call: Call, operands: Values) -> list[Array]:
-    seeds = operands["seed"], operands["offset"]
-    *found, kept = formulas.sample(FUNCTIONS, operands["x"], _parameters(call, operands), *seeds, call.raw, call.top)
+    seeds, x = (operands["seed"], operands["offset"]), _wide(operands["x"])
+    *found, kept = formulas.sample(FUNCTIONS, x, _parameters(call, operands), *seeds, call.raw, call.top)
     if call.most:
         # The ids of the kept tokens by rising id.
         tokens = kept.shape[-1]
@@ -62,8 +80,33 @@ def _sample(call: Call, operands: Values) -> list[Array]:
 def _verify(call: Call, operands: Values) -> list[Array]:
     # The parameters of a row of drafts are those of each of its positions.
     of_rows = {name: t[..., None] for name, t in operands.items() if name not in ("x", "draft", "drafts")}
-    seeds, both = (of_rows["seed"], of_rows["offset"]), (operands["x"], operands.get("draft"))
+    seeds, draft = (of_rows["seed"], of_rows["offset"]), operands.get("draft")
+    both = _wide(operands["x"]), None if draft is None else _wide(draft)
     return list(formulas.verify(FUNCTIONS, both, operands["drafts"], _parameters(call, of_rows), *seeds))
+
+
+def _topk(call: Call, operands: Values) -> list[Array]:
+    """Values, columns, log-probabilities and lse; then log-probability and rank of the target, if one is given."""
+    z, target = _wide(operands["x"]), operands.get("target")
+    keys = formulas.ordered(FUNCTIONS, z)
+    columns = FUNCTIONS.largest(keys, call.top)
+    states = custom_op.run_eager(Signature("logsumexp", ("m", "l")), {"x": z})
+    m, l = (states[name][..., None] for name in ("m", "l"))
+
+    def logprob(values: Array) -> Array:
+        return jnp.where(is_defined(namespace(z), l), values - m - jnp.log(l), jnp.nan)
+
+    values = jnp.take_along_axis(z, columns, -1)
+    found = [values, columns, logprob(values), logsumexp_of(m, l)[..., 0]]
+    if target is None:
+        return found
+    rank = formulas.rank_of(FUNCTIONS, keys, target)
+    own = logprob(jnp.take_along_axis(z, jnp.where(rank[..., None] > 0, target, 0), -1))[..., 0]
+    return [*found, jnp.where(rank > 0, own, jnp.nan), rank]
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(accumulator(x))
 
 
 def _parameters(call: Call, operands: Values) -> Parameters:
@@ -71,7 +114,7 @@ def _parameters(call: Call, operands: Values) -> Parameters:
     return Parameters(operands["temperature"], k, p, least, call.first)
 
 
-def _lowered(_: str, *arrays: Array, names: tuple[str, ...], call: Call) -> list[Array]:
+def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: Call) -> list[Array]:
     """The results of a call, in a context with 64-bit types; integers are int32."""
     operands = dict(zip(names, arrays, strict=True))
     for name, dtype in call.words:
@@ -79,22 +122,27 @@ def _lowered(_: str, *arrays: Array, names: tuple[str, ...], call: Call) -> list
     for name, dtype in _DTYPES.items():
         if name in operands:
             operands[name] = operands[name].astype(dtype)
-    found = call.formula(call, operands)
+    name, formula, kernel = call.function
+    found = own_kernels.run(platform, name, operands, partial(formula, call), kernel and kernel(call))
     return [t.astype(jnp.int32) if jnp.issubdtype(t.dtype, jnp.integer) else t for t in found]
 
 
 _PRIMITIVE = wide.primitive("sampling", _lowered)
 
+_SAMPLE = Function("sample", _sample, lambda call: partial(kernels.sample, *call[2:]))
+_TOPK = Function("topk_logprobs", _topk, lambda call: partial(kernels.topk_logprobs, call.top))
+_VERIFY = Function("verify", _verify, None)
 
-def _bind(formula: Any, operands: Mapping[str, Array | Words | None], first: bool, *numbers: Any) -> list[Array]:
-    """The results of a formula without a gradient; the operand "x" comes first."""
+
+def _bind(function: Function, operands: Mapping[str, Array | Words | None], **numbers: Any) -> list[Array]:
+    """The results of a function without a gradient; the operand "x" comes first."""
     words = tuple((name, t.dtype) for name, t in operands.items() if isinstance(t, Words))
     given = {name: t.words if isinstance(t, Words) else t for name, t in operands.items() if t is not None}
     if not all(isinstance(size, int) for size in given["x"].shape) and jnp.result_type(int) != jnp.int64:
         # JAX computes with these sizes in the integers of its setting.
         raise NotImplementedError("sampling: jax.export with sizes that are symbols needs jax_enable_x64")
     arrays = array_types.alike(tuple(jax.lax.stop_gradient(jnp.asarray(t)) for t in given.values()))
-    found: list[Array] = _PRIMITIVE.bind(*arrays, names=tuple(given), call=Call(formula, words, first, *numbers))
+    found: list[Array] = _PRIMITIVE.bind(*arrays, names=tuple(given), call=Call(function, words, **numbers))
     return found
 
 
@@ -109,8 +157,8 @@ def sample(rows: Rows, given: Parameters, seed: Any, offset: Any, raw: bool, top
         top: Number of the largest log-probabilities to return.
         most: Most tokens of a row in the support; 0 for no support.
     """
-    operands = {"x": _scores(rows), **given.tensors(), "seed": seed, "offset": offset}
-    found = _bind(_sample, operands, given.first, raw, top, most)
+    operands = {"x": _scores(rows.options, rows.x, rows.arrays), **given.tensors(), "seed": seed, "offset": offset}
+    found = _bind(_SAMPLE, operands, first=given.first, raw=raw, top=top, most=most)
     tops: list[Any] = [rows.back_of_row(t) for t in found[5:7]] if top else [None, None]
     return Sampled(*[*found[:5], *tops, _support(found[-1], found[3]) if most else None])
 
@@ -130,44 +178,59 @@ def _support(ids: Array, kept: Array) -> Support:
     return Support(jnp.full(ids.size, -1, jnp.int32).at[at.reshape(-1)].set(ids.reshape(-1), mode="drop"), offsets)
 
 
-def topk_logprobs(logits: Array, rows: Rows, k: int, target: Array | None, options: Mapping[str, Any]) -> TopLogprobs:
-    """As the public function.
+def topk_logprobs(rows: Rows, k: int, target: Array | None) -> TopLogprobs:
+    """As the public function, of rows; the target is int32."""
+    given = {} if target is None else {"target": target[..., None]}
+    values, columns, logprobs, lse, *more = _listed(rows.options, k, {"x": rows.x, **rows.arrays, **given})
+    values, columns, logprobs = (rows.back_of_row(t) for t in (values, columns, logprobs))
+    own, rank = more or (None, None)
+    return TopLogprobs(values, columns, logprobs, own, rank, lse)
 
-    Args:
-        logits: The logits as the caller has them.
-        rows: Their rows.
-        k: Number of tokens.
-        target: Token of each row, int32.
-        options: Score options of `token_logprobs`, by the names of its arguments.
-    """
-    axis = rows.axes[0]
-    columns, rank = _ranks(jax.lax.stop_gradient(_scores(rows)), k, target)
-    values = rows.back_of_row(scores_at(rows.options, rows.x, rows.arrays, columns))
-    wanted = columns if target is None else jnp.concatenate([columns, target[..., None]], -1)
-    found = token_logprobs(logits, rows.back_of_row(wanted), axis, entropy=False, **options)
-    logprob, own = jnp.moveaxis(found.logprob, axis, -1), None
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _listed(options: ScoreOptions, k: int, operands: Values) -> list[Array]:
+    """The results of `_topk`."""
+    given = {"x": _scores(options, operands["x"], operands), "target": operands.get("target")}
+    return _bind(_TOPK, given, top=k)
+
+
+@partial(_listed.defjvp, symbolic_zeros=True)
+def _jvp(options: ScoreOptions, k: int, primals: Any, tangents: Any) -> tuple[list[Array], list[Any]]:
+    (operands,), (given,) = primals, tangents
+    found = _listed(options, k, operands)
+    values, columns, logprobs, lse, *more = found
+    is_zero = jax.custom_derivatives.SymbolicZero
+    changes = {name: t for name, t in given.items() if not isinstance(t, is_zero)}
+    target = operands.get("target")
     if target is not None:
-        logprob, own = logprob[..., :k], logprob[..., k]
-    return TopLogprobs(values, rows.back_of_row(columns), rows.back_of_row(logprob), own, rank, found.lse)
+        inside = more[1][..., None] > 0
+        columns = jnp.concatenate([columns, jnp.where(inside, target, 0)], -1)
+
+    def chosen(some: Values) -> Array:
+        own = {**operands, **some}
+        return scores_at(options, own["x"], own, columns)
+
+    _, dz = jax.jvp(chosen, ({name: operands[name] for name in changes},), (changes,))
+    # The state of a row follows from its largest score.
+    state = {"m": values[..., 0], "l": jnp.exp(-logprobs[..., 0])} if k else {"m": lse, "l": jnp.ones_like(lse)}
+    dlse = autograd.change_of_lse(options, {**operands, **state}, changes)
+    each = dz - dlse[..., None]
+    none = [jnp.where(inside, each[..., k:], 0)[..., 0], _no_change(more[1])] if target is not None else []
+    return found, [dz[..., :k], _no_change(found[1]), each[..., :k], dlse, *none]
 
 
-@partial(jax.jit, static_argnums=1)
-def _ranks(z: Array, k: int, target: Array | None) -> tuple[Array, Array | None]:
-    """The columns of the k largest scores of each row, and the rank of its target, int32."""
-    keys = formulas.ordered(FUNCTIONS, z)
-    columns = FUNCTIONS.largest(keys, k).astype(jnp.int32)
-    if target is None:
-        return columns, None
-    return columns, formulas.rank_of(FUNCTIONS, keys, target[..., None]).astype(jnp.int32)
+def _no_change(t: Array) -> Any:
+    """The change of an array of integers."""
+    return np.zeros(t.shape, jax.dtypes.float0)
 
 
 def verify(target: Rows, drafts: Array, draft: Rows | None, given: Parameters, seed: Any, offset: Any) -> Verified:
     """As the public function; the parameters are as for `sample`."""
-    operands = {"x": _scores(target), "drafts": drafts, "draft": None if draft is None else _scores(draft)}
-    return Verified(*_bind(_verify, {**operands, **given.tensors(), "seed": seed, "offset": offset}, given.first))
+    operands = {"x": target.x, "drafts": drafts, "draft": None if draft is None else draft.x}
+    tensors = given.tensors()
+    return Verified(*_bind(_VERIFY, {**operands, **tensors, "seed": seed, "offset": offset}, first=given.first))
 
 
-def _scores(rows: Rows) -> Array:
-    """The scores (rows, tokens), float32 or float64."""
-    x: Array = rows.x.astype(accumulator(rows.x))
-    return x if rows.options.plain else scores(rows.options, rows.x, rows.arrays)
+def _scores(options: ScoreOptions, x: Array, arrays: Mapping[str, Array]) -> Array:
+    """The scores (rows, tokens), in the dtype of the logits where these are the scores."""
+    return x if options.plain else scores(options, x, arrays)

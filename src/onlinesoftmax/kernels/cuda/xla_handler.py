@@ -99,11 +99,12 @@ class Launch(NamedTuple):
     Attributes:
         name: Name of the kernel.
         fields: Field of `Params` for the address of each operand, and then of each result.
-        mail: Bytes of the mailboxes, the last results: each byte has all bits set before the kernel runs.
+        mail: Bytes of the mailboxes, the last results.
         config: Arguments of `driver.launch_config`: teams, team, threads, bytes of dynamic shared memory, blocks of a
             cluster, and True for a cooperative launch.
         values: `Params`, with zeros for the addresses.
         cubin: The machine code.
+        empty: Each byte of the mailboxes before the kernel runs.
     """
 
     name: str
@@ -112,10 +113,11 @@ class Launch(NamedTuple):
     config: tuple[int, int, int, int, int, bool]
     values: bytes
     cubin: bytes
+    empty: int = 0xFF
 
     def text(self) -> str:
         """The launch as ASCII text that begins with its digest."""
-        head = json.dumps([self.name, self.fields, self.mail, self.config, len(self.values)])
+        head = json.dumps([self.name, self.fields, self.mail, self.config, self.empty, len(self.values)])
         body = base64.b64encode(zlib.compress(self.values + self.cubin)).decode()
         digest = hashlib.sha256(f"{head}\n{body}".encode()).hexdigest()[:KEY]
         return f"{digest}{head}\n{body}"
@@ -124,9 +126,9 @@ class Launch(NamedTuple):
     def parse(cls, text: str) -> Launch:
         """The launch of a text that `text` made."""
         head, _, body = text[KEY:].partition("\n")
-        name, fields, mail, config, size = json.loads(head)
+        name, fields, mail, config, empty, size = json.loads(head)
         code = zlib.decompress(base64.b64decode(body))
-        return cls(name, tuple(fields), tuple(mail), tuple(config), code[:size], code[size:])
+        return cls(name, tuple(fields), tuple(mail), tuple(config), code[:size], code[size:], empty)
 
 
 Start = Callable[[Sequence[int], int], None]
@@ -262,7 +264,7 @@ def load(launch: Launch, device: int) -> Start:
     def new_call(index: int) -> driver.Arguments:
         return driver.Arguments(launch.values, driver.launch_config(*launch.config), function)
 
-    pool, places, mail = driver.ArgumentPool(new_call), launch.fields, launch.mail
+    pool, places, mail, empty = driver.ArgumentPool(new_call), launch.fields, launch.mail, launch.empty
     take, give_back = pool.take, pool.give_back
     library = driver.library_for_xla()
     launch_kernel, fill = library.cuLaunchKernelEx, library.cuMemsetD8Async
@@ -270,7 +272,7 @@ def load(launch: Launch, device: int) -> Start:
     def start(addresses: Sequence[int], stream: int) -> None:
         if mail:
             for size, address in zip(mail, addresses[-len(mail) :], strict=True):
-                driver.check(fill(address, 0xFF, size, stream), "emptying mailboxes")
+                driver.check(fill(address, empty, size, stream), "emptying mailboxes")
         call = take(device)
         fields = call.fields
         for place, address in zip(places, addresses, strict=True):

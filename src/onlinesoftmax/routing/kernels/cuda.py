@@ -11,12 +11,11 @@ from ...core.device import Device
 from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool, words_of_stream
-from ...sampling.kernels.choice import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
-from ..rules import Call, Rule, Score
-from .source import MOST_TOKENS, Shape, flags_of, launch_of, parts_of, shape_of, words_of
+from ..rules import Call, Rule
+from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, words_of
 
 Tensor = torch.Tensor
 
@@ -50,13 +49,7 @@ def refused(call: Call, device: Device) -> str | None:
         call: The call; its tensors may be without data.
         device: Where the kernel is to run.
     """
-    if reason := refusal(dtype_of(call.x), len(call.x), True, device):
-        return reason
-    if len(call.x) > MOST_TOKENS:
-        return f"a kernel counts tokens up to {MOST_TOKENS}"
-    if call.prob_sums and call.rule.score is Score.IDENTITY:
-        return "the sums of logits have no bound, so that whole numbers cannot stand for them"
-    return None
+    return refusal_of(call.rule, dtype_of(call.x), len(call.x), call.prob_sums, device)
 
 
 def kernel_of(call: Call, device: Device) -> Shape | str:

@@ -12,6 +12,7 @@ from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
 from ...sampling import kernels as sampling
+from ...sampling.kernels.choice import refusal
 from ...sampling.kernels.source import constants_of
 from ..rules import Call, Rule, Score
 from ..selection import HALF_LOG
@@ -106,6 +107,24 @@ class Shape(NamedTuple):
 FLAGS = ("HAS_BIAS", "MASKED", "REPLAY", "GROUPED", "SCORED_GROUPS", "COUNTS", "PROB_SUMS")
 """Constants: operands that are given, results that are wanted, and SCORED_GROUPS where the scores of groups are sums
 of scores, not of logits."""
+
+
+def refusal_of(rule: Rule, dtype: str, rows: int, prob_sums: bool, device: Device) -> str | None:
+    """Why no kernel takes a call, in one sentence; None if one may, where the device has enough shared memory.
+
+    Args:
+        rule: How experts are chosen and weighted.
+        dtype, rows: Dtype and number of the rows of logits.
+        prob_sums: True where sums of probabilities are wanted.
+        device: Where the kernel is to run.
+    """
+    if reason := refusal(dtype, rows, True, device):
+        return reason
+    if rows > MOST_TOKENS:
+        return f"a kernel counts tokens up to {MOST_TOKENS}"
+    if prob_sums and rule.score is Score.IDENTITY:
+        return "the sums of logits have no bound, so that whole numbers cannot stand for them"
+    return None
 
 
 def flags_of(call: Call) -> frozenset[str]:

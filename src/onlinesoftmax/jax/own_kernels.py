@@ -1,0 +1,54 @@
+"""The kernels that an operation brings, on JAX arrays: where a program calls them, and where XLA's operations run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..core.arrays import Array
+from ..core.device import Device
+from ..core.plan_log import Kind, note_plan
+from ..kernels.cuda import xla_handler
+from .device import UNNAMED_GPU, to_lower_for
+from .signature import Values
+
+ONE_GPU = "cuda"
+"""Platform of the programs whose kernels are called: those for NVIDIA GPUs, with the arrays of one device."""
+
+Kernel = Callable[[Device, Values], "tuple[str, Callable[[], list[Array]]] | str"]
+"""kernel(device, operands) is the plan in a few words, and the function that returns the results.
+
+Or it is, in one sentence, why no kernel takes the operands.
+"""
+
+
+def run(
+    platform: str, name: str, operands: Values, formula: Callable[[Values], list[Array]], kernel: Kernel | None
+) -> list[Array]:  # fmt: skip
+    """The results of a function of rows on the arrays of one device: by its kernel, or by its formula.
+
+    Args:
+        platform: Platform that the program is lowered for, or "any".
+        name: Name of the public function.
+        operands: Arrays by name, the logits "x" among them.
+        formula: Returns the results by XLA's operations.
+        kernel: The kernel of the function; None where it has none.
+    """
+    sizes = [size for t in operands.values() for size in t.shape]
+    if kernel is None or platform != ONE_GPU or not all(isinstance(size, int) for size in sizes):
+        return formula(operands)
+    device, x = to_lower_for(), operands["x"]
+    found = _unavailable(device) or kernel(device, operands)
+    kind = Kind(name, tuple(x.shape), x.dtype.name, device.name)
+    if isinstance(found, str):
+        note_plan(kind, "XLA's operations", found)
+        return formula(operands)
+    plan, call = found
+    note_plan(kind, plan, "a kernel takes the call")
+    return call()
+
+
+def _unavailable(device: Device) -> str | None:
+    """The reason why programs for a device call no kernels; None where they do."""
+    if device is UNNAMED_GPU:
+        return "JAX has no NVIDIA GPU, and the program names none"
+    return xla_handler.unavailable()

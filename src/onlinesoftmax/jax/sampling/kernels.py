@@ -1,0 +1,112 @@
+"""The calls of the kernels of sampling; the operands have the dtypes of the kernels, in any shape that broadcasts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...core.arrays import Array
+from ...core.device import Device
+from ...kernels.cuda.arguments import OwnLaunch
+from ...sampling.kernels import source, topk, unfiltered
+from ...sampling.kernels.choice import is_unfiltered, refusal
+from .. import cuda_call
+from ..signature import Values
+
+Planned = tuple[str, Callable[[], list[Array]]] | str
+"""The result of a kernel in own_kernels.py."""
+
+
+def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands: Values) -> Planned:
+    """The results of the formula of `sample`, or why no kernel takes the operands.
+
+    Args:
+        first, raw, top, most: As in run.Call.
+        device: The GPU.
+        operands: Arrays by name.
+    """
+    *shape, cols = operands["x"].shape
+    rows, dtype, aligned, listed = math.prod(shape), *_layout(operands["x"]), max(top, most)
+    if reason := refusal(dtype, rows, True, device):
+        return reason
+    filters = bool({"top_k", "top_p", "min_p"} & operands.keys())
+    if is_unfiltered(filters, listed):
+        of_all = unfiltered.shape_of(rows, cols, dtype, aligned, raw, device)
+        launch, file = unfiltered.launch_of(of_all, rows, (*_sizes(cols, of_all.cluster), 0, 0, 0)), "unfiltered.cuh"
+    else:
+        found = source.shape_of(rows, cols, dtype, aligned, device)
+        if found is None or listed > source.MOST_TOP:
+            return f"a kernel lists at most {source.MOST_TOP} tokens, and needs more shared memory for them"
+        numbers = *_sizes(cols, found.cluster), int(first), int(raw), listed
+        launch, file = source.launch_of(found, rows, numbers), "sample.cuh"
+    results = _types((rows,), token="int64", logprob="float32", lse="float32", kept="int64", valid="bool")
+    if listed:
+        results |= _types((rows, listed), top_tokens="int64", top_logprobs="float32")
+    return _plan(file, launch), partial(_sampled, launch, device, operands, results, top, most)
+
+
+def _sampled(
+    launch: OwnLaunch, device: Device, operands: Values, results: dict[str, Any], top: int, most: int
+) -> list[Array]:
+    *shape, cols = operands["x"].shape
+    found = cuda_call.run_own(launch, _of_rows(operands), results, device)
+    tops = [found.pop(name) for name in ("top_tokens", "top_logprobs") if name in found]
+    some = [*found.values(), *(t[:, :top] for t in tops if top)]
+    if most:
+        # The kept tokens are the first ones of the list; they are wanted by rising id.
+        ids = jnp.where(jnp.arange(most) < found["kept"][:, None], tops[0][:, :most], cols)
+        some.append(jnp.sort(ids))
+    return [t.reshape(*shape, *t.shape[1:]) for t in some]
+
+
+def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
+    """The results of the formula of `topk_logprobs`, or why no kernel takes the operands; arguments as for `sample`."""
+    *shape, cols = operands["x"].shape
+    rows, dtype, aligned = math.prod(shape), *_layout(operands["x"])
+    if reason := refusal(dtype, rows, True, device):
+        return reason
+    with_target = "target" in operands
+    found = topk.shape_of(rows, cols, k, dtype, aligned, with_target, device) if k <= topk.MOST else None
+    if found is None:
+        return f"a kernel lists at most {topk.MOST} tokens, and needs more shared memory for them"
+    launch = topk.launch_of(found, rows, (*_sizes(cols, found.cluster), k))
+    results = {
+        **_types((rows, k), values="float32", indices="int64", logprobs="float32"), **_types((rows,), lse="float32"),
+        **(_types((rows,), target_logprob="float32", target_rank="int64") if with_target else {}),
+    }  # fmt: skip
+
+    def run() -> list[Array]:
+        listed = cuda_call.run_own(launch, _of_rows(operands), results, device)
+        return [t.reshape(*shape, *t.shape[1:]) for t in listed.values()]
+
+    return _plan("topk.cuh", launch), run
+
+
+def _layout(x: Array) -> tuple[str, bool]:
+    """The dtype of logits, and True where each row begins on 16 bytes, as the array does."""
+    return x.dtype.name, x.shape[-1] * x.dtype.itemsize % 16 == 0
+
+
+def _sizes(cols: int, cluster: int) -> tuple[int, int, int]:
+    """The first numbers of every launch: the distance of rows, their tokens, and the tokens of a block."""
+    return cols, cols, source.slice_of(cols, cluster)
+
+
+def _types(shape: tuple[int, ...], **dtypes: str) -> dict[str, Any]:
+    return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, dtype in dtypes.items()}
+
+
+def _of_rows(operands: Values) -> Values:
+    """The operands with one axis of rows: the logits (rows, tokens), the others (rows,)."""
+    x = operands["x"]
+    each = {name: jnp.broadcast_to(t, (*x.shape[:-1], 1)).reshape(-1) for name, t in operands.items() if name != "x"}
+    return {"x": x.reshape(-1, x.shape[-1]), **each}
+
+
+def _plan(file: str, launch: OwnLaunch) -> str:
+    return f"{file}, {launch.cluster} x {launch.threads} threads for a row"

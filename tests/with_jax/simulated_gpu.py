@@ -1,0 +1,100 @@
+"""A GPU that is simulated on the host, in the place of XLA's CPU: it runs the sources of the kernels of a program."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from cuda_machine import load_kernel
+from cuda_simulator import simulated_own_source, simulated_source
+from onlinesoftmax.core.device import known
+from onlinesoftmax.jax import cuda_call, custom_op, own_kernels
+from onlinesoftmax.kernels.cuda import compile, source, xla_handler
+from onlinesoftmax.kernels.cuda.arguments import OwnLaunch
+from onlinesoftmax.kernels.cuda.xla_handler import Launch
+from onlinesoftmax.kernels.request import Request
+from onlinesoftmax.routing.kernels import gradient
+from onlinesoftmax.routing.kernels import source as routing
+from onlinesoftmax.sampling.kernels import source as sampling
+from onlinesoftmax.sampling.kernels import topk, unfiltered
+
+
+class Host:
+    """The sources that programs may run, by what stands for their machine code."""
+
+    def __init__(self) -> None:
+        self.folder = Path()
+        self.sources: dict[bytes, Callable[[], str]] = {}
+
+    def load(self, launch: Launch, device: int) -> xla_handler.Start:
+        """Compile the source of a launch for the host."""
+        kernel = load_kernel(self.sources[launch.cubin](), self.folder)
+        teams, team, _, _, cluster, together = launch.config
+
+        def start(addresses: Sequence[int], stream: int) -> None:
+            for size, address in zip(reversed(launch.mail), reversed(addresses), strict=False):
+                ctypes.memset(address, launch.empty, size)
+            values = np.frombuffer(bytearray(launch.values), np.uint64)
+            values[list(launch.fields)] = addresses
+            kernel.run(ctypes.c_void_p(values.ctypes.data), teams, team, teams * team if together else cluster)
+
+        return start
+
+    def launch(self, make: Any, request: Request, *more: Any) -> Launch:
+        """The launch of a request."""
+        code = code_of(source.source(request))
+        self.sources[code] = partial(simulated_source, request)
+        found: Launch = make(request, *more)
+        return found._replace(cubin=code)
+
+    def own_launch(self, module: ModuleType, make: Any, shape: Any, *more: Any) -> OwnLaunch:
+        """The launch of a kernel that an operation brings."""
+        found: OwnLaunch = make(shape, *more)
+        self.sources[code_of(found.text)] = partial(simulated_own_source, shape, module)
+        return found
+
+
+def code_of(text: str, _: str = "") -> bytes:
+    """A number of a source, in the place of its machine code."""
+    return hashlib.sha256(text.encode()).digest()
+
+
+HOST = Host()
+HANDLER = xla_handler.Handler(HOST.load, has_stream=False)
+
+
+@cache
+def register() -> None:
+    """Register the handler of the simulated GPU, which XLA allows once."""
+    address = ctypes.cast(HANDLER.callback, ctypes.c_void_p).value
+    jax.ffi.register_ffi_target(cuda_call.TARGET, jax.ffi.pycapsule(address), platform="cpu")
+
+
+@contextmanager
+def simulated_gpu(folders: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plan for an H100, and run its kernels on the host."""
+    register()
+    HOST.folder = folders.mktemp("simulated")
+    plan, run, device = custom_op.kernel_plan, own_kernels.run, known("h100")
+    monkeypatch.setattr(custom_op, "kernel_plan", lambda platform, *call: plan("cuda", *call))
+    monkeypatch.setattr(own_kernels, "run", lambda platform, *call: run("cuda", *call))
+    for module in (custom_op, own_kernels):
+        monkeypatch.setattr(module, "to_lower_for", lambda: device)
+    monkeypatch.setattr(cuda_call, "_launch", partial(HOST.launch, cuda_call._launch))
+    monkeypatch.setattr(compile, "cubin", code_of)
+    for kernel in (sampling, topk, unfiltered, routing, gradient):
+        monkeypatch.setattr(kernel, "launch_of", partial(HOST.own_launch, kernel, kernel.launch_of))
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    # Programs with kernels that only this fixture runs.
+    jax.clear_caches()

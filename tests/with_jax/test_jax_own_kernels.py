@@ -1,0 +1,225 @@
+"""Sampling and routing in JAX by kernels, on a simulated GPU and on a real one, beside XLA's formulas on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jaxlib", reason="jax is not installed")
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from simulated_gpu import simulated_gpu
+
+import onlinesoftmax.jax as osj
+from onlinesoftmax.jax import cuda_call, own_kernels
+from onlinesoftmax.kernels.cuda import xla_handler
+
+Run = Callable[[Callable[..., Any], Any], Any]
+"""run(function, operands) is the result of a compiled function where the kernels run."""
+
+
+@pytest.fixture
+def place(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """The simulated GPU, or the one of this machine."""
+    if request.param == "gpu":
+        yield "gpu"
+        return
+    with simulated_gpu(tmp_path_factory, monkeypatch):
+        yield "simulated"
+
+
+def cases(every: Sequence[Any], simulated: Sequence[int]) -> Any:
+    """The cases of a test: all of them on a GPU, and some, by their numbers, on the simulated one."""
+    found = [pytest.param("gpu", case, marks=pytest.mark.gpu) for case in every]
+    found += [pytest.param("simulated", every[i]) for i in simulated]
+    return pytest.mark.parametrize(("place", "given"), found, indirect=["place"], ids=_named)
+
+
+def _named(value: Any) -> str:
+    return value if isinstance(value, str) else "-".join(map(str, value)) or "plain"
+
+
+PLACES = pytest.mark.parametrize("place", ["simulated", pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
+
+
+def both(place: str, function: Callable[..., Any], *operands: Any, calls: int = 1) -> tuple[Any, Any]:
+    """The results of a compiled function by kernels, and by XLA's operations on the CPU.
+
+    Its program for the GPU calls as many kernels as it should.
+    """
+    compiled = jax.jit(function)
+    text = compiled.lower(*operands).as_text()
+    assert text.count(f"@{cuda_call.TARGET}(") + text.count(f'call_target_name = "{cuda_call.TARGET}"') == calls
+    ours = jax.device_get(compiled(*operands))
+    with jax.default_device(jax.devices("cpu")[0]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(xla_handler, "unavailable", lambda: "the reference runs formulas")
+        wanted = jax.device_get(
+            jax.jit(lambda *given: function(*given))(*jax.device_put(operands, jax.devices("cpu")[0]))
+        )
+    return ours, wanted
+
+
+def check(results: tuple[Any, Any], error: float = 2e-5) -> None:
+    """Integers are equal, and numbers nearly."""
+    for got, want in zip(*map(jax.tree.leaves, results), strict=True):
+        assert got.dtype == want.dtype
+        assert got.shape == want.shape
+        if got.dtype.kind in "iub":
+            np.testing.assert_array_equal(got, want)
+        else:
+            rough = 2**-7 if got.dtype == jnp.bfloat16 else error
+            np.testing.assert_allclose(np.float32(got), np.float32(want), rtol=rough, atol=rough)
+
+
+def logits(*shape: int, dtype: str = "float32", seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 2, dtype)
+
+
+def hard(*shape: int) -> jax.Array:
+    """Rows with NaN, infinities and ties."""
+    x = np.array(logits(*shape))
+    x[0, 3], x[1, 5], x[2], x[3] = np.nan, np.inf, -np.inf, np.round(x[3])
+    return jnp.asarray(x)
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {}, {"logprobs": "raw", "temperature": 0.7}, {"top_k": 20}, {"top_p": 0.8, "ties": "first"},
+    {"top_k": np.array([5, 0, 1, 40, 3]), "top_p": 0.9, "min_p": 0.01, "top_logprobs": 4, "return_support": 30},
+    {"temperature": np.array([0.0, 1.0, 0.5, 2.0, 0.0]), "softcap": 5.0, "return_support": 3, "top_k": 3},
+]  # fmt: skip
+
+
+@cases(SAMPLED, [0, 4])
+def test_sampled_tokens(given: dict[str, Any], place: str) -> None:
+    seeds = np.array([3, 2**40 + 1, 5, 6, 7])
+    for x in (hard(5, 1003), logits(5, 2048, dtype="bfloat16"))[: 1 if place == "simulated" else 2]:
+        check(both(place, lambda x: osj.sample(seeds, x, offset=2, **given), x))
+
+
+@PLACES
+def test_transformed_samples(place: str) -> None:
+    x, keys = logits(2, 3, 500), jax.random.split(jax.random.key(1), 6).reshape(2, 3)
+    f = partial(osj.sample, top_k=7)
+    check(both(place, jax.vmap(f), keys, x))
+    if place == "simulated":
+        return
+    check(both(place, f, keys, x))
+    check(both(place, jax.vmap(f, in_axes=(0, None)), keys[0], x[0, 0]))
+    check(both(place, jax.vmap(partial(osj.sample, axis=0), in_axes=(None, 1)), 5, x[0]))
+    mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
+    check(both(place, jax.shard_map(f, mesh=mesh, in_specs=(P("v"), P("v")), out_specs=P("v")), keys, x))
+    large = logits(64, 128256, dtype="bfloat16")
+    check(both(place, partial(osj.sample, top_k=50, top_p=0.9), 7 * np.arange(64), large))
+
+
+TOPS: list[dict[str, Any]] = [
+    {"k": 20}, {"k": 0}, {"k": 1, "scale": 0.5, "softcap": 4.0}, {"k": 500, "where": np.arange(700) % 3 > 0},
+]  # fmt: skip
+
+
+@cases(TOPS, [0])
+def test_largest_log_probabilities(given: dict[str, Any], place: str) -> None:
+    target = np.array([1, 699, -1, 700])
+
+    def listed(x: Any) -> Any:
+        return osj.topk_logprobs(x, target=target, **given), osj.topk_logprobs(x, **given)
+
+    for x in (hard(4, 700), logits(4, 700, dtype="bfloat16")):
+        check(both(place, listed, x, calls=2))
+
+
+@PLACES
+def test_gradients_of_the_largest_log_probabilities(place: str) -> None:
+    def loss(x: Any) -> Any:
+        found = osj.topk_logprobs(x, 5, target=jnp.zeros(x.shape[:-1], int), scale=0.5)
+        numbers = [t for t in found if t is not None and jnp.issubdtype(t.dtype, jnp.floating)]
+        return sum(jnp.sum(jnp.sin(t) * i) for i, t in enumerate(numbers, 1))
+
+    x = logits(3, 4, 70)
+    check(both(place, jax.value_and_grad(loss), x))
+    if place == "simulated":
+        return
+    check(both(place, jax.vmap(jax.grad(loss)), x))
+    check(both(place, lambda x: jax.jvp(loss, (x,), (jnp.cos(x),)), x))
+    check(both(place, lambda x: jax.hessian(loss)(x[0, 0]), x))
+
+
+BIAS = np.linspace(-1, 1, 24, dtype=np.float32)
+ROUTED: list[dict[str, Any]] = [
+    {}, {"score": "sigmoid", "bias": BIAS, "groups": 4, "group_k": 2, "scale": 2.5},
+    {"score": "sqrtsoftplus", "renormalize": False}, {"order": "topk_first", "renormalize": False},
+    {"where": np.arange(16) % 3 > 0}, {"indices": np.arange(64).reshape(16, 4) % 25 - 1},
+]  # fmt: skip
+
+
+@cases(ROUTED, [1, 5])
+def test_routed_tokens(given: dict[str, Any], place: str) -> None:
+    """Experts, weights, sums, losses, and gradients."""
+
+    def routed(x: Any) -> Any:
+        return osj.route(x, 4, prob_sums=True, dense=True, **given)
+
+    def loss(x: Any) -> Any:
+        found = routed(x)
+        both = osj.load_balancing_loss(found) + osj.router_z_loss(found)
+        return both + jnp.sum(jnp.sin(found.weights)), found
+
+    check(both(place, jax.value_and_grad(loss, has_aux=True), logits(16, 24), calls=2))
+    if "indices" not in given and place == "gpu":
+        check(both(place, jax.value_and_grad(loss, has_aux=True), logits(2, 16, 24, dtype="bfloat16"), calls=2))
+        check(both(place, routed, hard(16, 24)))
+
+
+@PLACES
+def test_transformed_routes(place: str) -> None:
+    def loss(x: Any, **given: Any) -> Any:
+        found = osj.route(x, 3, prob_sums=True, bias=BIAS, **given)
+        return jnp.sum(found.weights**2) + osj.load_balancing_loss(found)
+
+    x = logits(3, 8, 24)
+    check(both(place, jax.vmap(jax.value_and_grad(loss)), x, calls=2))
+    if place == "simulated":
+        return
+    check(both(place, lambda x: jax.vmap(jax.grad(loss))(x[0]), x, calls=2))
+    check(both(place, jax.value_and_grad(jax.checkpoint(loss)), x, calls=3))
+    check(both(place, lambda x: jax.jvp(loss, (x,), (jnp.cos(x),)), x))
+    check(both(place, lambda x: jax.hessian(loss)(x[0, :2]), x, calls=2))
+    mesh = jax.make_mesh((1,), ("t",), axis_types=(AxisType.Auto,))
+    check(both(place, jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("t"), out_specs=P("t")), x, calls=2))
+    check(both(place, lambda x: osj.route(x[0, 0], 3, counts=True), x))
+    check(both(place, jax.grad(lambda x: osj.router_z_loss(osj.route(x, 8))), logits(65536, 256), calls=2))
+
+
+def lowered(function: Any, *operands: Any) -> str:
+    """The program of a function for an NVIDIA GPU, which need not be there."""
+    return str(jax.jit(function).trace(*operands).lower(lowering_platforms=("cuda",)).as_text())
+
+
+def test_programs_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs for no known GPU, of `jax.export`, and without cuda-core have XLA's operations."""
+    x = jax.ShapeDtypeStruct((64, 640), jnp.float32)
+    calls = partial(osj.sample, 3, top_k=4), partial(osj.topk_logprobs, k=4), partial(osj.route, k=4)
+    named = AbstractMesh((1,), ("a",), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+    monkeypatch.setattr(own_kernels, "to_lower_for", lambda: own_kernels.UNNAMED_GPU)
+    for call in calls:
+        assert cuda_call.TARGET not in lowered(call, x)
+    monkeypatch.undo()
+    jax.clear_caches()
+    with jax.sharding.use_abstract_mesh(named):
+        for call in calls:
+            assert lowered(call, x).count(cuda_call.TARGET) == 1
+            exported = jax.export.export(jax.jit(call), platforms=["cuda"])(x)
+            assert cuda_call.TARGET not in exported.mlir_module()
+        jax.clear_caches()
+        monkeypatch.setattr(xla_handler, "unavailable", lambda: "cuda.core is not installed")
+        for call in calls:
+            assert cuda_call.TARGET not in lowered(call, x)
