@@ -34,6 +34,8 @@ LOSSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "scaled mean": ("mean", {"scale": 0.5}),
     "masked": ("none", {"where": np.arange(9)[:, None] != 4}),
     "capped sum": ("sum", {"softcap": 20.0}),
+    "capped": ("none", {"softcap": 20.0, "where": np.arange(9)[:, None] != 4}),
+    "scaled rows": ("none", {"scale": np.linspace(0.5, 2, 9, dtype=np.float32)[:, None], "softcap": 5.0}),
     "token_logprobs": ("none", {}),
 }
 SHAPES = {"row": (9, 199), "looped": (2, 5000), "cluster": (2, 40000), "grid": (2, 40000)}
@@ -129,7 +131,7 @@ def test_values_and_gradients(place: None, strategy: str, dtype: str, names: Seq
 
 @cases(
     "strategy, dtype, which",
-    [("looped", "bfloat16", ["masked", "mean", "token_logprobs"])],
+    [("looped", "bfloat16", ["masked", "mean", "token_logprobs", "scaled rows"])],
     [(strategy, ("float32", "bfloat16")[i % 2], LOSSES) for i, strategy in enumerate(SHAPES)],
 )
 def test_losses(place: None, strategy: str, dtype: str, which: Sequence[str]) -> None:
@@ -172,6 +174,37 @@ def test_infinities_and_nan(place: None, strategy: str, names: Sequence[str]) ->
 
         found.append(jax.tree.leaves(program(x)))
     for ours, xla in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "where": {"where": np.arange(199) % 3 > 0}, "rows": {"where": np.arange(9)[:, None] % 4 > 0, "scale": 0.5},
+    "softcap": {"softcap": 3.0}, "bias": {"bias": np.linspace(-1, 1, 199, dtype=np.float32), "scale": 2.0},
+    "scales": {"scale": np.linspace(0.5, 2, 9, dtype=np.float32)[:, None], "softcap": 5.0},
+}  # fmt: skip
+
+
+@cases(
+    "names, which", [(["softmax"], ["where"]), (["logsumexp"], ["softcap"])], [(OPERATIONS, [each]) for each in OPTIONS]
+)
+def test_score_options(place: None, names: Sequence[str], which: Sequence[str]) -> None:
+    """Options and their gradients, also in rows with NaN, whose masked elements are those of XLA."""
+    x = with_specials(np.random.default_rng(7).normal(size=(9, 199)))
+    given = [(name, OPTIONS[each]) for name in names for each in which]
+
+    def both(name: str, options: Any, backend: str) -> Any:
+        def call(x: Any, options: Any) -> Any:
+            return getattr(osj, name)(x, -1, **options, backend=backend)
+
+        fixed = {key: t for key, t in options.items() if key not in ("bias", "scale") or isinstance(t, float)}
+        arrays = {key: t for key, t in options.items() if key not in fixed}
+        y, backward = jax.vjp(lambda x, some: call(x, {**fixed, **some}), x, arrays)
+        return y, backward(jnp.sin(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
+
+    found = [
+        jax.jit(lambda who=who: [both(name, options, who) for name, options in given])() for who in ("cuda", "eager")
+    ]
+    for ours, xla in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
 
 
@@ -266,18 +299,6 @@ def test_explain_says_what_runs() -> None:
         assert (
             explain((64, 5000), framework="jax", device="h100", backend="cuda", operation=name).plan.backend == "cuda"
         )
-
-
-REFUSED = (
-    ({"mask": (64, 5000)}, "NaN also where the mask is False"),
-    ({"operation": "logsumexp_backward", "softcap": 5.0}, "the gradient of these options"),
-)
-
-
-@pytest.mark.parametrize(("arguments", "reason"), REFUSED, ids=[r[1][:30] for r in REFUSED])
-def test_what_has_no_kernel(arguments: dict[str, Any], reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        explain((64, 5000), framework="jax", device="h100", backend="cuda", **arguments)
 
 
 def lowered(function: Any) -> str:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from ..core.arrays import Array
 from ..core.device import Device
+from ..core.options import PLAIN
 from ..core.task import Task
 from ..core.view import View, row_view
 from ..kernels.cuda import arguments, compile, source, xla_handler
@@ -26,6 +27,7 @@ from ..kernels.cuda.params import FIELD, FIELD_OF_POINTER
 from ..kernels.request import Request
 from ..ops import OPERATIONS
 from ..planner.plan import Plan
+from .eager import MASKED, masked, scores
 from .signature import Signature, Values
 
 TARGET = "onlinesoftmax_cuda_kernel"
@@ -41,8 +43,9 @@ def run(call: Signature, operands: Mapping[str, Array], task: Task, plan: Plan, 
         plan: Its plan, for the backend "cuda".
         device: The GPU that the plan is made for.
     """
-    request = Request(task, plan)
-    x, given = operands["x"], dict(operands)
+    request, dtype = Request(task, plan), operands["x"].dtype
+    own, given = of_scores(call), operands_of(call, operands)
+    x = given["x"]
     if "lse" in task.tensors:
         # dy * exp(x - lse) by the state of the row, which has less of a rounding error.
         given["lse"], l, dy = given.pop("m"), given.pop("l"), given["dy"]
@@ -56,7 +59,32 @@ def run(call: Signature, operands: Mapping[str, Array], task: Task, plan: Plan, 
         for dtype in (jnp.dtype(task.dtypes[output.name]),)
     }
     names = (*given, *shapes, *arguments.mail_words(request))
-    return _called(_launch(request, call, names, device), given, shapes)
+    results = _called(_launch(request, own, names, device), given, shapes)
+    if own is not call:
+        results["y"] = results["y"].astype(dtype)
+    if call.name in MASKED:
+        # In a row with NaN, the kernel writes NaN also where the mask is False.
+        results["y"] = masked(results["y"], operands, MASKED[call.name])
+    return results
+
+
+def of_scores(call: Signature) -> Signature:
+    """The call whose kernel runs: of scores, for a gradient that JAX multiplies by their slope.
+
+    The kernel with the score options would multiply by the slope too.
+    """
+    operation, options = OPERATIONS[call.name], call.options
+    has_slope = options.softcap is not None or not isinstance(options.scale, float)
+    has_slope |= options.bias is not None and options.scale != 1
+    return call._replace(options=PLAIN) if operation.backward and operation.scores and has_slope else call
+
+
+def operands_of(call: Signature, operands: Mapping[str, Array]) -> Values:
+    """The operands of `of_scores(call)`."""
+    if of_scores(call) is call:
+        return dict(operands)
+    rest = {name: t for name, t in operands.items() if name not in call.options.arrays}
+    return {**rest, "x": scores(call.options, operands["x"], operands)}
 
 
 def run_own(

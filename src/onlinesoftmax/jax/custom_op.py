@@ -71,6 +71,9 @@ def plan_for(call: Signature, operands: Mapping[str, Any], device: Device) -> Pl
 
 def task_for(call: Signature, operands: Mapping[str, Any]) -> Task:
     """The task of a call on arrays, or shapes and dtypes."""
+    if call.choice.backend == "cuda":
+        operands = jax.eval_shape(partial(cuda_call.operands_of, call), dict(operands))
+        call = cuda_call.of_scores(call)
     specs = {name: plans.array_view(operands[name].shape, operands[name].dtype.name) for name in call.options.arrays}
     numbers = frozenset(call.options.given) & {"scale", "softcap"} - specs.keys() | {name for name, _ in call.numbers}
     if call.choice.backend == "cuda":

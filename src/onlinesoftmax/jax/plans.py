@@ -83,8 +83,7 @@ def planner_for(device: Device, choice: Choice, task: Task, dtype: str, every_ba
         every_backend: True to plan also with the kernels that cannot be used on this machine.
     """
     missing = []
-    is_cuda = choice.backend == "cuda"
-    if is_cuda and (reason := no_cuda_kernel(task) or (None if every_backend else xla_handler.unavailable())):
+    if choice.backend == "cuda" and not every_backend and (reason := xla_handler.unavailable()):
         missing.append(("cuda", reason))
     if dtype not in ITEMSIZE:
         missing += [(backend, f"kernels take {', '.join(ITEMSIZE)}, not {dtype}") for backend in ("cuda", "pallas")]
@@ -95,19 +94,3 @@ def planner_for(device: Device, choice: Choice, task: Task, dtype: str, every_ba
     elif find_spec("absl") is None and not every_backend:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
     return Planner(device, tuple(missing), table_for(device), strategies_for(choice))
-
-
-def no_cuda_kernel(task: Task) -> str | None:
-    """The reason why JAX has no CUDA kernel for a task; None where it has one."""
-    operation = task.operation
-    if "mask" in task.tensors and task.writes_elements and not (operation.backward or operation.per_row):
-        return "in a row with NaN, the CUDA kernel writes NaN also where the mask is False, and jax.nn does not"
-    if operation.backward and operation.scores and _changes_slope(task):
-        return "the gradient of these options is computed outside of the kernel"
-    return None
-
-
-def _changes_slope(task: Task) -> bool:
-    """True where JAX multiplies a gradient in the scores by their slope, which the CUDA kernel would do too."""
-    with_bias = "bias" in task.tensors and "scale" in task.numbers
-    return "softcap" in task.numbers or "scale" in task.tensors or with_bias

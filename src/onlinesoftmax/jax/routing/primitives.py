@@ -205,9 +205,9 @@ def _jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...], *, names: tuple[
     changes: list[Any] = list(map(_no_change, found))
     if type(tangents[0]) is not ad.Zero:
         operands = dict(zip(names, primals, strict=True))
-        fixed = {name: operands[name] for name in ("x", "bias") if name in operands}
+        fixed: Values = {name: operands[name] for name in ("x", "bias") if name in operands}
         given = {**fixed, "indices": found[1], "lse": found[2], "dx": tangents[0]}
-        changed = dict(zip(call.linear, _bind(_CHANGE, given, call), strict=True))
+        changed: Values = dict(zip(call.linear, _bind(_CHANGE, given, call), strict=True))
         changes[0], changes[2] = changed["weights"], changed["lse"]
         if call.prob_sums:
             changes[-1] = changed["prob_sums"]
@@ -235,7 +235,8 @@ def _jvp_of_linear(
     if not changes:
         return found, list(map(_no_change, found))
     changed: Values = {name: operands[name] for name in changes}
-    return found, jax.jvp(lambda some: formula(call, {**operands, **some}), (changed,), (changes,))[1]
+    _, found_changes = jax.jvp(lambda some: formula(call, {**operands, **some}), (changed,), (changes,))
+    return found, found_changes
 
 
 ad.primitive_jvps[_ROUTE] = _jvp
