@@ -135,7 +135,7 @@ def test_every_choice_is_explained(visit: Callable[..., Any], page_file: Path) -
     assert check(tab)["problem"]["cols"] == 50257
     tab.select_option("#framework", "jax")
     assert tab.input_value("#option") != "causal", "our functions for JAX have no causal mask"
-    assert check(tab)["plan"]["backend"] == "pallas"
+    assert check(tab)["plan"]["backend"] == "cuda"
 
 
 def type_length(tab: Any, text: str) -> None:

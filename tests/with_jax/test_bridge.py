@@ -102,7 +102,7 @@ def test_bench_measures_a_mean_by_one_pass(monkeypatch: pytest.MonkeyPatch) -> N
         assert asked.pop() == reduction
     case = Case("cross_entropy", (8192, 32000), 1, "bfloat16", with_gradient=True)
     found = planned(case, (), OursInJax("cuda"))
-    assert (found.plan.backend, found.plan.reads, found.task.outputs) == ("pallas", 1, ("loss", "y", "m", "l"))
+    assert (found.plan.backend, found.plan.reads, found.task.outputs) == ("cuda", 1, ("loss", "y", "m", "l"))
     assert found.plan.bytes_moved == pytest.approx(case.bytes, rel=1e-3)
 
 
@@ -145,7 +145,7 @@ def test_bench_measures_jax() -> None:
         (("bench", "--framework", "jax", "--suite", "host"), "--suite host measures calls of PyTorch"),
         (("bench", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
         (("bench", "--framework", "jax", "--peers", "quack"), "unknown peer 'quack'; there are: jax, torch"),
-        (("bench", "--framework", "jax", "--backend", "triton"), "unknown backend 'triton'; there are: pallas, eager"),
+        (("bench", "--framework", "jax", "--backend", "triton"), "'triton'; there are: pallas, cuda, eager"),
         (("explain", "4x8", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
     ],
 )
@@ -179,13 +179,17 @@ def test_the_contract_on_a_gpu(strategy: str, operation: str) -> None:
 
 def test_explain_plans_for_arrays() -> None:
     found = osm.explain((4096, 32768), dtype="bfloat16", device="h200", framework="jax")
-    assert (found.plan.backend, found.plan.strategy, found.plan.splits) == ("pallas", "cluster", 2)
-    assert {option.backend for option in found.others} == {"pallas", "eager"}
+    assert (found.plan.backend, found.plan.strategy) == ("cuda", "cluster")
+    assert {option.backend for option in found.others} == {"cuda", "pallas", "eager"}
     # The axis is brought to the end.
     assert osm.explain((7, 5), 0, framework="jax", device="h200").problem.rows == 5
+    forced = osm.explain((4096, 32768), dtype="bfloat16", device="h200", framework="jax", backend="pallas")
+    assert forced.plan.splits == 2
     with pytest.raises(RuntimeError, match="XLA compiles Pallas kernels"):
-        found.compile()
-    shown = cli("explain", "4096x32768", "--dtype", "bfloat16", "--device", "h200", "--framework", "jax")
+        forced.compile()
+    command = ("explain", "4096x32768", "--dtype", "bfloat16", "--device", "h200", "--framework", "jax")
+    assert "cuda/cluster" in cli(*command, "--no-compile").output
+    shown = cli(*command, "--backend", "pallas")
     assert "pallas/cluster" in shown.output
     assert "not compiled: XLA compiles" in shown.output
 

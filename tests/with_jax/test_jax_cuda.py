@@ -20,7 +20,9 @@ from simulated_gpu import HANDLER, simulated_gpu
 
 import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError, explain
-from onlinesoftmax.jax import cuda_call
+from onlinesoftmax.core.device import known
+from onlinesoftmax.jax import cuda_call, custom_op
+from onlinesoftmax.jax.device import UNNAMED_GPU
 from onlinesoftmax.kernels.cuda import xla_handler
 from onlinesoftmax.kernels.cuda.xla_handler import Launch
 from onlinesoftmax.ops import OPERATIONS as DECLARED
@@ -294,16 +296,22 @@ def test_versions_of_the_interface() -> None:
 
 
 def test_explain_says_what_runs() -> None:
-    assert explain((64, 5000), framework="jax", device="h100").plan.backend == "pallas"
+    short = explain((64, 5000), framework="jax", device="h100")
+    assert short.plan.backend == "pallas"
+    assert "takes 14 us of the host's time" in str(short)
+    assert explain((64, 3000001), framework="jax", device="h100").plan.backend == "cuda"
+    masked = explain((64, 3000001), mask=(64, 3000001), framework="jax", device="h100")
+    assert masked.plan.backend == "pallas"
+    assert "in another pass" in str(masked)
     for name in OPERATIONS:
         assert (
             explain((64, 5000), framework="jax", device="h100", backend="cuda", operation=name).plan.backend == "cuda"
         )
 
 
-def lowered(function: Any) -> str:
+def lowered(function: Any, cols: int = 640) -> str:
     """The program of a function for an NVIDIA GPU, which need not be there."""
-    x = jax.ShapeDtypeStruct((64, 640), jnp.float32)
+    x = jax.ShapeDtypeStruct((64, cols), jnp.float32)
     return str(jax.jit(function).trace(x).lower(lowering_platforms=("cuda",)).as_text())
 
 
@@ -317,3 +325,30 @@ def test_a_program_for_a_gpu_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla_handler, "unavailable", lambda: "cuda.core is not installed")
     with pytest.raises(PlanError, match=r"cuda/row: cuda\.core is not installed"):
         lowered(lambda x: osj.softmax(x, backend="cuda"))
+
+
+def test_programs_that_call_the_kernels_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long rows on a known GPU; not short ones, a GPU without a name, programs of `jax.export`, or several GPUs."""
+    pytest.importorskip("cuda.core", reason="cuda-core is not installed")
+
+    def loss(x: Any) -> Any:
+        return osj.cross_entropy(x, jnp.zeros(64, int), reduction="mean")
+
+    step, cols = jax.value_and_grad(loss), 1 << 20
+    monkeypatch.setattr(custom_op, "to_lower_for", lambda: UNNAMED_GPU)
+    assert cuda_call.TARGET not in lowered(step, cols)
+    monkeypatch.setattr(custom_op, "to_lower_for", lambda: known("h100"))
+    jax.clear_caches()
+    assert lowered(step, cols).count(f"@{cuda_call.TARGET}") == 1
+    assert cuda_call.TARGET not in lowered(step, 640)
+    assert lowered(jax.grad(lambda x: jnp.sum(osj.softmax(x) ** 2)), cols).count(f"@{cuda_call.TARGET}") == 2
+    x = jax.ShapeDtypeStruct((64, cols), jnp.float32)
+    checks = [
+        jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call"),
+        *map(jax.export.DisabledSafetyCheck.custom_call, ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")),
+    ]
+    exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(x)
+    assert cuda_call.TARGET not in exported.mlir_module()
+    monkeypatch.setattr(xla_handler, "has_several_gpus", lambda: True)
+    jax.clear_caches()
+    assert cuda_call.TARGET not in lowered(step, cols)

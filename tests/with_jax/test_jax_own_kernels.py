@@ -51,11 +51,15 @@ def _named(value: Any) -> str:
 PLACES = pytest.mark.parametrize("place", ["simulated", pytest.param("gpu", marks=pytest.mark.gpu)], indirect=True)
 
 
-def both(place: str, function: Callable[..., Any], *operands: Any, calls: int = 1) -> tuple[Any, Any]:
+def both(
+    function: Callable[..., Any], *operands: Any, calls: int = 1, reference: Callable[..., Any] | None = None
+) -> tuple[Any, Any]:
     """The results of a compiled function by kernels, and by XLA's operations on the CPU.
 
-    Its program for the GPU calls as many kernels as it should.
+    Its program for the GPU calls as many kernels as it should.  A function with a mesh of the GPU needs a reference
+    that runs on the CPU.
     """
+    reference = reference or function
     compiled = jax.jit(function)
     text = compiled.lower(*operands).as_text()
     assert text.count(f"@{cuda_call.TARGET}(") + text.count(f'call_target_name = "{cuda_call.TARGET}"') == calls
@@ -63,7 +67,7 @@ def both(place: str, function: Callable[..., Any], *operands: Any, calls: int = 
     with jax.default_device(jax.devices("cpu")[0]), pytest.MonkeyPatch.context() as patch:
         patch.setattr(xla_handler, "unavailable", lambda: "the reference runs formulas")
         wanted = jax.device_get(
-            jax.jit(lambda *given: function(*given))(*jax.device_put(operands, jax.devices("cpu")[0]))
+            jax.jit(lambda *given: reference(*given))(*jax.device_put(operands, jax.devices("cpu")[0]))
         )
     return ours, wanted
 
@@ -102,23 +106,23 @@ SAMPLED: list[dict[str, Any]] = [
 def test_sampled_tokens(given: dict[str, Any], place: str) -> None:
     seeds = np.array([3, 2**40 + 1, 5, 6, 7])
     for x in (hard(5, 1003), logits(5, 2048, dtype="bfloat16"))[: 1 if place == "simulated" else 2]:
-        check(both(place, lambda x: osj.sample(seeds, x, offset=2, **given), x))
+        check(both(lambda x: osj.sample(seeds, x, offset=2, **given), x))
 
 
 @PLACES
 def test_transformed_samples(place: str) -> None:
     x, keys = logits(2, 3, 500), jax.random.split(jax.random.key(1), 6).reshape(2, 3)
     f = partial(osj.sample, top_k=7)
-    check(both(place, jax.vmap(f), keys, x))
+    check(both(jax.vmap(f), keys, x))
     if place == "simulated":
         return
-    check(both(place, f, keys, x))
-    check(both(place, jax.vmap(f, in_axes=(0, None)), keys[0], x[0, 0]))
-    check(both(place, jax.vmap(partial(osj.sample, axis=0), in_axes=(None, 1)), 5, x[0]))
+    check(both(f, keys, x))
+    check(both(jax.vmap(f, in_axes=(0, None)), keys[0], x[0, 0]))
+    check(both(jax.vmap(partial(osj.sample, axis=0), in_axes=(None, 1)), 5, x[0]))
     mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
-    check(both(place, jax.shard_map(f, mesh=mesh, in_specs=(P("v"), P("v")), out_specs=P("v")), keys, x))
+    check(both(jax.shard_map(f, mesh=mesh, in_specs=(P("v"), P("v")), out_specs=P("v")), keys, x, reference=f))
     large = logits(64, 128256, dtype="bfloat16")
-    check(both(place, partial(osj.sample, top_k=50, top_p=0.9), 7 * np.arange(64), large))
+    check(both(partial(osj.sample, top_k=50, top_p=0.9), 7 * np.arange(64), large))
 
 
 TOPS: list[dict[str, Any]] = [
@@ -134,7 +138,7 @@ def test_largest_log_probabilities(given: dict[str, Any], place: str) -> None:
         return osj.topk_logprobs(x, target=target, **given), osj.topk_logprobs(x, **given)
 
     for x in (hard(4, 700), logits(4, 700, dtype="bfloat16")):
-        check(both(place, listed, x, calls=2))
+        check(both(listed, x, calls=2))
 
 
 @PLACES
@@ -145,12 +149,12 @@ def test_gradients_of_the_largest_log_probabilities(place: str) -> None:
         return sum(jnp.sum(jnp.sin(t) * i) for i, t in enumerate(numbers, 1))
 
     x = logits(3, 4, 70)
-    check(both(place, jax.value_and_grad(loss), x))
+    check(both(jax.value_and_grad(loss), x))
     if place == "simulated":
         return
-    check(both(place, jax.vmap(jax.grad(loss)), x))
-    check(both(place, lambda x: jax.jvp(loss, (x,), (jnp.cos(x),)), x))
-    check(both(place, lambda x: jax.hessian(loss)(x[0, 0]), x))
+    check(both(jax.vmap(jax.grad(loss)), x))
+    check(both(lambda x: jax.jvp(loss, (x,), (jnp.cos(x),)), x))
+    check(both(lambda x: jax.hessian(loss)(x[0, 0]), x))
 
 
 BIAS = np.linspace(-1, 1, 24, dtype=np.float32)
@@ -173,10 +177,10 @@ def test_routed_tokens(given: dict[str, Any], place: str) -> None:
         both = osj.load_balancing_loss(found) + osj.router_z_loss(found)
         return both + jnp.sum(jnp.sin(found.weights)), found
 
-    check(both(place, jax.value_and_grad(loss, has_aux=True), logits(16, 24), calls=2))
+    check(both(jax.value_and_grad(loss, has_aux=True), logits(16, 24), calls=2))
     if "indices" not in given and place == "gpu":
-        check(both(place, jax.value_and_grad(loss, has_aux=True), logits(2, 16, 24, dtype="bfloat16"), calls=2))
-        check(both(place, routed, hard(16, 24)))
+        check(both(jax.value_and_grad(loss, has_aux=True), logits(2, 16, 24, dtype="bfloat16"), calls=2))
+        check(both(routed, hard(16, 24)))
 
 
 @PLACES
@@ -186,17 +190,18 @@ def test_transformed_routes(place: str) -> None:
         return jnp.sum(found.weights**2) + osj.load_balancing_loss(found)
 
     x = logits(3, 8, 24)
-    check(both(place, jax.vmap(jax.value_and_grad(loss)), x, calls=2))
+    check(both(jax.vmap(jax.value_and_grad(loss)), x, calls=2))
     if place == "simulated":
         return
-    check(both(place, lambda x: jax.vmap(jax.grad(loss))(x[0]), x, calls=2))
-    check(both(place, jax.value_and_grad(jax.checkpoint(loss)), x, calls=3))
-    check(both(place, lambda x: jax.jvp(loss, (x,), (jnp.cos(x),)), x))
-    check(both(place, lambda x: jax.hessian(loss)(x[0, :2]), x, calls=2))
+    check(both(lambda x: jax.vmap(jax.grad(loss))(x[0]), x, calls=2))
+    check(both(jax.value_and_grad(jax.checkpoint(loss)), x, calls=3))
+    check(both(lambda x: jax.jvp(loss, (x,), (jnp.cos(x),)), x))
+    check(both(lambda x: jax.hessian(loss)(x[0, :2]), x))
     mesh = jax.make_mesh((1,), ("t",), axis_types=(AxisType.Auto,))
-    check(both(place, jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=P("t"), out_specs=P("t")), x, calls=2))
-    check(both(place, lambda x: osj.route(x[0, 0], 3, counts=True), x))
-    check(both(place, jax.grad(lambda x: osj.router_z_loss(osj.route(x, 8))), logits(65536, 256), calls=2))
+    f = jax.grad(loss)
+    check(both(jax.shard_map(f, mesh=mesh, in_specs=P("t"), out_specs=P("t")), x, calls=2, reference=f))
+    check(both(lambda x: osj.route(x[0, 0], 3, counts=True), x))
+    check(both(jax.grad(lambda x: osj.router_z_loss(osj.route(x, 8))), logits(65536, 256), calls=2))
 
 
 def lowered(function: Any, *operands: Any) -> str:

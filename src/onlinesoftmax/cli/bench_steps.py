@@ -51,7 +51,7 @@ def todo_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
     from ..lab.bench.suites import cases
     from ..lab.names import parse_shape
     from ..planner.plan import Planner
-    from ..planner.strategies import FOR_JAX, TABLE
+    from ..planner.strategies import JAX_WITH_CUDA, TABLE
 
     found = cases(
         suite, options["op"] or [], [parse_shape(text) for text in options["shape"] or []], options["dim"],
@@ -59,7 +59,7 @@ def todo_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
     )  # fmt: skip
     framework = options["framework"]
     # Unknown names of plans are refused for every problem, so any problem serves.
-    strategies, problem = FOR_JAX if framework == "jax" else TABLE, Problem(next(iter(OPERATIONS)), 1, 1)
+    strategies, problem = JAX_WITH_CUDA if framework == "jax" else TABLE, Problem(next(iter(OPERATIONS)), 1, 1)
     Planner(KNOWN["cpu"], strategies=strategies).alternatives(problem, Choice(options["backend"], options["strategy"]))
     if suite.measures != "device time":
         name = f"--suite {options['suite']}"

@@ -81,7 +81,7 @@ def explain(
     device: str | None = known_device(help="A known device, as h200 or rtx4090; by default this machine's."),
     framework: str = named("framework", FRAMEWORKS, "torch", help="The framework of the input: torch or jax."),
     backend: str | None = named(
-        "backend", BACKENDS, help="Force a backend: cuda, triton or eager; with jax, pallas or eager."
+        "backend", BACKENDS, help="Force a backend: cuda, triton or eager; with jax, cuda, pallas or eager."
     ),
     strategy: str | None = named(
         "strategy",

@@ -28,7 +28,7 @@ from ..core.task import Choice, Task
 from ..kernels import pallas
 from ..ops import OPERATIONS
 from ..planner.plan import Plan, PlanError
-from ..planner.strategies import FOR_JAX, FORCED_CUDA, strategies_of
+from ..planner.strategies import JAX_WITH_CUDA, strategies_of
 from . import array_types, cuda_call, partitioning, plans, shards
 from .device import is_on, to_lower_for
 from .eager import FORMULAS
@@ -49,8 +49,7 @@ def check(name: str, choice: Choice) -> None:
     Raises:
         PlanError: there is no such backend, or the backend has no such strategy.
     """
-    table = (*FORCED_CUDA, *FOR_JAX) if choice.backend else FOR_JAX
-    pairs = {(row[0], row[1]) for row in strategies_of(OPERATIONS[name], table)[0]}
+    pairs = {(row[0], row[1]) for row in strategies_of(OPERATIONS[name], JAX_WITH_CUDA)[0]}
     fitting = [pair for pair in pairs if choice.backend in (None, pair[0]) and choice.strategy in (None, pair[1])]
     if not fitting:
         raise PlanError(
@@ -65,8 +64,13 @@ def plan_for(call: Signature, operands: Mapping[str, Any], device: Device) -> Pl
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
     """
-    task = task_for(call, operands)
-    return plans.planner_for(device, call.choice, task, operands["x"].dtype.name).plan(task, call.choice)
+    task, no_cuda = task_for(call, operands), None
+    if _state.exports:
+        no_cuda = "programs of jax.export have no custom calls of other libraries"
+    elif not cuda_call.takes(call, operands):
+        no_cuda = "no CUDA kernel has the gradient of the logsumexp of a loss"
+    found = plans.planner_for(device, call.choice, task, operands["x"].dtype.name, no_cuda=no_cuda)
+    return found.plan(task, call.choice)
 
 
 def task_for(call: Signature, operands: Mapping[str, Any]) -> Task:
@@ -98,10 +102,18 @@ def kernel_plan(platform: str, call: Signature, operands: Mapping[str, Array]) -
         ):
             raise PlanError(f"{call.name}: a kernel needs sizes that are known, and the shape is {operands['x'].shape}")
         return None
-    plan = plan_for(call, operands, to_lower_for() if platform == "cuda" else known("cpu"))
-    x = operands["x"]
+    device, x = to_lower_for() if platform == "cuda" else known("cpu"), operands["x"]
+    plan = plan_for(call, operands, device)
     note_plan(Kind(call.name, tuple(x.shape), x.dtype.name, plan.device), repr(plan), plan.reason)
+    if plan.backend == "cuda" and call.choice.backend is None:
+        # The task of a CUDA kernel has more numbers and dtypes than that of a Pallas kernel.
+        plan = plan_for(forced(call, plan), operands, device)
     return None if plan.backend == "eager" else plan
+
+
+def forced(call: Signature, plan: Plan) -> Signature:
+    """The call that forces the backend and the strategy of its plan."""
+    return call._replace(choice=call.choice._replace(backend=plan.backend, strategy=plan.strategy))
 
 
 def run_eager(call: Signature, operands: Mapping[str, Array]) -> Values:
@@ -122,7 +134,8 @@ def run(platform: str, call: Signature, operands: Mapping[str, Array]) -> Values
     if plan is None:
         return run_eager(call, operands)
     if plan.backend == "cuda":
-        return cuda_call.run(call, operands, task_for(call, operands), plan, to_lower_for())
+        own = forced(call, plan)
+        return cuda_call.run(own, operands, task_for(own, operands), plan, to_lower_for())
     # A kernel that writes the gradient with the losses multiplies it by the scale.
     factor = float(call.options.scale) if call.writes_gradient else call.factor
     return pallas.run(
@@ -160,13 +173,18 @@ def _abstract(*avals: Any, names: tuple[str, ...], call: Signature) -> list[Any]
     return [array_types.result_type(avals[0], results[name].shape, results[name].dtype) for name in call.outputs]
 
 
-class _OneByOne(threading.local):
-    """`wanted` is True while this thread runs the body of `compiled`: to trace it, or without `jit` to find a NaN."""
+class _State(threading.local):
+    """The state of a thread.
 
-    wanted = False
+    Attributes:
+        one_by_one: True while it runs the body of `compiled`: to trace it, or without `jit` to find a NaN.
+        exports: True while it lowers a program of `jax.export`.
+    """
+
+    one_by_one = exports = False
 
 
-_one_by_one = _OneByOne()
+_state = _State()
 
 
 def primitive(
@@ -188,12 +206,12 @@ def primitive(
 
     @partial(jax.jit, static_argnames=("names", "call"))
     def compiled(*arrays: Array, **params: Any) -> list[Array]:
-        before, _one_by_one.wanted = _one_by_one.wanted, True
+        before, _state.one_by_one = _state.one_by_one, True
         try:
             found: list[Array] = made.bind(*arrays, **params)
             return found
         finally:
-            _one_by_one.wanted = before
+            _state.one_by_one = before
 
     def implementation(*arrays: Array, **params: Any) -> list[Array]:
         """The primitive outside of `jit`, compiled by itself.
@@ -202,7 +220,7 @@ def primitive(
         `jax.disable_jit`, and when `jax_debug_nans` looks for the operation that made a NaN.
         """
         # JAX has this setting in every version, but does not declare it.
-        if jax.config.jax_disable_jit or _one_by_one.wanted:  # type: ignore[attr-defined]
+        if jax.config.jax_disable_jit or _state.one_by_one:  # type: ignore[attr-defined]
             with within():
                 return lowered("any", *arrays, **params)
         return compiled(*arrays, **params)
@@ -214,8 +232,12 @@ def primitive(
     def lower(platform: str | None, context: Any, *values: Any, **params: Any) -> Any:
         rule = partial(lowered, runs_on(platform or "any", context))
         lowering = mlir.lower_fun(rule, multiple_results=True)
-        with within():
-            return array_types.of_plain_arrays(lowering)(context, *values, **params)
+        before, _state.exports = _state.exports, context.module_context.lowering_parameters.for_export
+        try:
+            with within():
+                return array_types.of_plain_arrays(lowering)(context, *values, **params)
+        finally:
+            _state.exports = before
 
     for platform in (None, "cuda"):
         mlir.register_lowering(made, partial(lower, platform), platform=platform)

@@ -7,16 +7,21 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from ..core.device import Device, known
+from ..core.problem import Problem
 from ..core.task import ITEMSIZE, Choice, Flags, Task, operand_views, task_of
 from ..core.view import View, contiguous_view
 from ..kernels.cuda import xla_handler
 from ..ops import OPERATIONS
 from ..planner.measured import table_for
 from ..planner.plan import Planner
-from ..planner.strategies import FOR_JAX, FORCED_CUDA, Strategies
+from ..planner.strategies import FOR_JAX, FORCED_CUDA, JAX_WITH_CUDA, Strategies
+from .device import UNNAMED_GPU
 
 INTERPRETED_FOR = known("h200")
 """The GPU that plans are made for where Pallas kernels are interpreted."""
+
+LAUNCH_US = 14
+"""Microseconds of the host for a launch of a CUDA kernel by XLA's handler, outside of a graph (H100, JAX 0.11.2)."""
 
 
 def outputs_of(name: str, entropy: bool = False, gradient: bool = False) -> tuple[str, ...]:
@@ -68,11 +73,13 @@ def task_for(
 
 
 def strategies_for(choice: Choice) -> Strategies:
-    """The strategies that a call on JAX arrays may be planned with: CUDA kernels run only where it forces them."""
-    return FORCED_CUDA if choice.backend == "cuda" else FOR_JAX
+    """The strategies that a call on JAX arrays may be planned with."""
+    return JAX_WITH_CUDA if choice.backend is None else FORCED_CUDA if choice.backend == "cuda" else FOR_JAX
 
 
-def planner_for(device: Device, choice: Choice, task: Task, dtype: str, every_backend: bool = False) -> Planner:
+def planner_for(
+    device: Device, choice: Choice, task: Task, dtype: str, every_backend: bool = False, no_cuda: str | None = None
+) -> Planner:
     """The planner for a task on a device.
 
     Args:
@@ -81,9 +88,13 @@ def planner_for(device: Device, choice: Choice, task: Task, dtype: str, every_ba
         task: The task.
         dtype: Dtype of the input.
         every_backend: True to plan also with the kernels that cannot be used on this machine.
+        no_cuda: The reason why the program calls no CUDA kernel unless it is forced; None where it may.
     """
     missing = []
-    if choice.backend == "cuda" and not every_backend and (reason := xla_handler.unavailable()):
+    reason = None if every_backend else xla_handler.unavailable()
+    if choice.backend is None:
+        reason = no_cuda or reason or _better_by_pallas(device, task, every_backend)
+    if reason:
         missing.append(("cuda", reason))
     if dtype not in ITEMSIZE:
         missing += [(backend, f"kernels take {', '.join(ITEMSIZE)}, not {dtype}") for backend in ("cuda", "pallas")]
@@ -94,3 +105,22 @@ def planner_for(device: Device, choice: Choice, task: Task, dtype: str, every_ba
     elif find_spec("absl") is None and not every_backend:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
     return Planner(device, tuple(missing), table_for(device), strategies_for(choice))
+
+
+def _better_by_pallas(device: Device, task: Task, every_backend: bool) -> str | None:
+    """The reason why a CUDA kernel is not to be compared with Pallas for a task; None where it is."""
+    if device.kind == "cpu":
+        return None
+    if device.name == UNNAMED_GPU.name:
+        return "JAX has no NVIDIA GPU, and the program names none"
+    if not every_backend and xla_handler.has_several_gpus():
+        return "with several GPUs in one process, a launch may wait for Python's lock: backend='cuda' forces it"
+    operation, problem = task.operation, Problem.of(task, False)
+    if "mask" in task.tensors and not (operation.backward or operation.per_row):
+        return "XLA would write the masked elements in another pass"
+    scaled = "scale" in task.tensors or ("scale" in task.numbers and "bias" in task.tensors)
+    if operation.backward and operation.scores and (scaled or "softcap" in task.numbers):
+        return "XLA would compute the scores in another pass"
+    if (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3) < LAUNCH_US:
+        return f"outside of a CUDA graph, its launch takes {LAUNCH_US} us of the host's time, longer than the kernel"
+    return None

@@ -12,7 +12,7 @@ from ...kernels.cuda.strategy.row.proposals import row
 from ..forecast import Propose
 from . import eager, pallas, triton
 
-__all__ = ["FORCED_CUDA", "FORCED_EAGER", "FOR_JAX", "TABLE", "Propose", "Strategies", "strategies_of"]
+__all__ = ["FORCED_CUDA", "FORCED_EAGER", "FOR_JAX", "JAX_WITH_CUDA", "TABLE", "Propose", "Strategies", "strategies_of"]
 
 Strategies = Sequence[tuple[str, str, Propose]]
 """Rows of TABLE."""
@@ -40,10 +40,13 @@ FOR_JAX: Strategies = (
     ("pallas", "split", pallas.split),
     ("eager", "row", eager.framework),
 )
-"""The same for JAX arrays."""
+"""The same for JAX arrays, without the CUDA kernels."""
 
 FORCED_CUDA: Strategies = tuple(row for row in TABLE if row[0] == "cuda")
 """The same for JAX arrays of a call that forces the CUDA kernels."""
+
+JAX_WITH_CUDA: Strategies = (*FOR_JAX[:-1], *FORCED_CUDA, FOR_JAX[-1])
+"""The same for JAX arrays of a call that forces no backend.  XLA launches a Pallas kernel in less host time."""
 
 
 def strategies_of(operation: Operation, table: Strategies) -> tuple[Strategies, dict[str, str]]:
