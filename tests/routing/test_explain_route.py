@@ -27,7 +27,7 @@ def explained(x: Any = SHAPE, **given: Any) -> Any:
 )
 def test_pytorch_takes_what_no_kernel_takes(words: str, given: dict[str, Any]) -> None:
     found = explained(**given)
-    assert (found.kernel, found.name) == (None, EAGER)
+    assert (found.kernel, found.name) == (None, EAGER["torch"])
     assert words in found.others[0].why_not
 
 
@@ -61,6 +61,19 @@ def test_mistakes_are_named(error: type[Exception], words: str, given: dict[str,
     with pytest.raises(error) as raised:
         explained(device="h100", **given)
     assert words in str(raised.value)
+
+
+def test_in_jax() -> None:
+    """The kernel, the bytes and the mistakes are those of the function for JAX arrays."""
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    given: dict[str, Any] = {"bias": (256,), "score": "sigmoid", "dtype": "bfloat16", "device": "h100"}
+    found, in_torch = explained(framework="jax", **given), explained(**given)
+    assert (found.kernel, found.bytes) == (in_torch.kernel, in_torch.bytes)
+    assert found.others[0].name == EAGER["jax"]
+    no_kernel = explained(jnp.zeros((4, 16)), device="cpu")
+    assert (no_kernel.name, no_kernel.problem.framework) == (EAGER["jax"], "jax")
+    with pytest.raises(ValueError, match="bias must have one number for each expert"):
+        explained(framework="jax", bias=(4,))
 
 
 def test_no_other_operation_has_a_gate() -> None:

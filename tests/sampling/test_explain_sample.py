@@ -31,9 +31,9 @@ def explained(x: Any = SHAPE, **given: Any) -> Any:
 )
 def test_pytorch_takes_what_no_kernel_takes(words: str, given: dict[str, Any]) -> None:
     found = explained(**{"device": "h100", "top_k": 50} | given)
-    assert (found.kernel, found.name) == (None, EAGER)
+    assert (found.kernel, found.name) == (None, EAGER["torch"])
     assert any(words in other.why_not for other in found.others)
-    assert EAGER not in [other.name for other in found.others]
+    assert EAGER["torch"] not in [other.name for other in found.others]
 
 
 def test_rows_that_are_not_adjacent() -> None:
@@ -69,7 +69,6 @@ def test_a_number_that_filters_nothing_is_no_filter() -> None:
     [
         (ValueError, "sample() has no outputs, scale here", {"scale": 2.0, "outputs": ("y",)}),
         (ValueError, "sample() has no linear_weight here", {"linear_weight": (3, 4)}),
-        (ValueError, "sample() has no framework='jax' here", {"framework": "jax"}),
         (ValueError, "top_p must be from 0.0 to inf", {"top_p": -0.1}),
         (ValueError, "top_logprobs must be from 0 to the 128256 tokens", {"top_logprobs": -1}),
         (TypeError, "top_k must be an int", {"top_k": 1.5}),
@@ -79,6 +78,38 @@ def test_mistakes_are_named(error: type[Exception], words: str, given: dict[str,
     with pytest.raises(error) as raised:
         explained(**given)
     assert words in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype", "words"),
+    [
+        ({"top_k": 5}, "bfloat16", "it lists the largest tokens"),
+        ({"softcap": 30.0, "mask": (128256,)}, "bfloat16", "XLA writes the scores in float32; then one read"),
+        ({"bias": (64, 1)}, "float64", "the logits have float64"),
+    ],
+)
+def test_in_jax(options: dict[str, Any], dtype: str, words: str) -> None:
+    """XLA computes the scores for the kernel, which has no options."""
+    pytest.importorskip("jax", reason="jax is not installed")
+    found = explained(framework="jax", device="h100", dtype=dtype, **options)
+    assert words in (found.reason if found.kernel else found.others[0].why_not)
+    assert EAGER["jax"] in (found.name, found.others[-1].name)
+    assert "top_k" not in options or found.kernel == explained(device="h100", dtype=dtype, **options).kernel
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "given"),
+    [
+        (ValueError, "top_p must be from 0.0 to inf", {"top_p": -0.1}),
+        (ValueError, "top_logprobs must be from 0 to the 128256 tokens", {"top_logprobs": -1}),
+        (TypeError, "top_k must be an int", {"top_k": 1.5}),
+        (ValueError, "bias", {"bias": (7,)}),
+    ],
+)
+def test_mistakes_in_jax(error: type[Exception], words: str, given: dict[str, Any]) -> None:
+    pytest.importorskip("jax", reason="jax is not installed")
+    with pytest.raises(error, match=words):
+        explained(framework="jax", **given)
 
 
 def test_other_operations_have_no_filters() -> None:
@@ -99,7 +130,7 @@ def test_the_kernel_of_a_call(name: str, other: str, given: dict[str, Any], dtyp
     found = explained(dtype=dtype, device="h200", **given)
     assert found.name == name
     assert other in found.others[0].why_not
-    assert found.others[1].name == EAGER
+    assert found.others[1].name == EAGER["torch"]
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from ..torch.device import from_torch, here
 from .heads import HeadExplanation, adds_in_place, checked_memory, described_head, explain_head, wanted_gradients
 from .routing import ROUTE, RouteExplanation, explain_route
 from .rows import Explanation, Shape, check_taken, described, explain_task, framework_of, task_in_jax, torch_task
-from .sampling import SAMPLE, SampleExplanation, described_sample, explain_sample
+from .sampling import SAMPLE, SampleExplanation, described_sample, explain_sample, sample_in_jax
 
 __all__ = ["Explanation", "HeadExplanation", "RouteExplanation", "SampleExplanation", "explain"]
 
@@ -167,20 +167,21 @@ def explain(
     if operation == ROUTE:
         filters["top_logprobs"] = top_logprobs != 0
         others = {"dim": dim != -1, "scale": scaled, "softcap": softcap, "mask": mask, **filters}
-        _check_not_given(ROUTE, x, framework, **of_rows, **of_heads, **others)
-        machine = known(device) if device is not None else _this_device(x)
-        return explain_route(x, dtype, bias, of_gates, machine, device is not None)
+        _check_not_given(ROUTE, None, None, **of_rows, **of_heads, **others)
+        machine = _machine(device, x, framework)
+        return explain_route(x, dtype, bias, of_gates, framework_of(x, framework), machine, device is not None)
     _check_not_given(operation, None, None, **{name: of_gates[name] != value for name, value in NO_GATE.items()})
     if operation == SAMPLE:
-        _check_not_given(SAMPLE, x, framework, **of_rows, **of_heads, scale=scaled)
-        problem = described_sample(x, dim, dtype, filters, {"softcap": softcap, "bias": bias, "mask": mask})
-        return explain_sample(problem, known(device) if device is not None else _this_device(x), device is not None)
+        _check_not_given(SAMPLE, None, None, **of_rows, **of_heads, scale=scaled)
+        describe = sample_in_jax if framework_of(x, framework) == "jax" else described_sample
+        problem = describe(x, dim, dtype, filters, {"softcap": softcap, "bias": bias, "mask": mask})
+        return explain_sample(problem, _machine(device, x, framework), device is not None)
     _check_not_given(operation, None, None, **filters | {"top_logprobs": top_logprobs != 0})
     if isinstance(operation, str) and operation in FUNCTIONS:
         _check_not_given(operation, x, framework, dim=dim != -1, mask=mask, bias=bias, **of_rows)
         head = described_head(operation, x, linear_weight, linear_bias, dtype, reduction)
         wanted = wanted_gradients(gradients, x, linear_weight, linear_bias)
-        machine = known(device) if device is not None else _this_device(x)
+        machine = _machine(device, x, framework)
         options = checked_options(operation, scale, softcap, None, None, False, "nan") or PLAIN
         in_place = adds_in_place(head, acc_dtype)
         asked = {"wanted": wanted, "each": reduction == "none", "whole_rows": whole_rows, "in_place": in_place}
@@ -195,14 +196,12 @@ def explain(
     written = None if outputs is None else declaration.named(outputs)
     given = {name: Shape(t) if isinstance(t, tuple | list) else t for name, t in (("bias", bias), ("mask", mask))}
     options = checked_options(operation, scale, softcap, given["bias"], given["mask"], causal, fully_masked) or PLAIN
-    choice = Choice(backend, strategy, batch_invariant)
+    choice, machine = Choice(backend, strategy, batch_invariant), _machine(device, x, framework)
     check_taken(declaration.forward, in_jax, options, batch_invariant)
     if in_jax:
-        machine = known(device) if device is not None else _device_of_jax(x)
         task = task_in_jax(declaration, shape, axis, like.dtype, options, written)
         # For a named device, plan with every backend, installed here or not.
         return explain_task(task, jax_plans.planner_for(machine, choice, task, like.dtype, device is not None), choice)
-    machine = known(device) if device is not None else _this_device(x)
     own = options.of(declaration.options)
     task = torch_task(declaration, shape, axis, like, own, batch_invariant, written or declaration.always)
     return explain_task(task, torch_device.planner_for(machine, choice, device is not None), choice)
@@ -226,13 +225,11 @@ def _check_not_given(operation: str, x: Any, framework: str | None, **given: Any
         raise ValueError(f"{operation}() has no {', '.join(names)} here")
 
 
-def _device_of_jax(x: Any) -> Device:
-    if registry.module_missing("jax", "jax") is not None or (array_kind(x) == "jax" and is_on("cpu", x)):
-        return known("cpu")
-    return from_jax()
-
-
-def _this_device(x: Any) -> Device:
-    if array_kind(x) == "torch":
-        return from_torch(x.device.type, x.device.index or 0)
-    return here()
+def _machine(device: str | None, x: Any, framework: str | None) -> Device:
+    """The device with a name, or that of the input."""
+    if device is not None:
+        return known(device)
+    if framework_of(x, framework) == "jax":
+        no_gpu = registry.module_missing("jax", "jax") is not None or (array_kind(x) == "jax" and is_on("cpu", x))
+        return known("cpu") if no_gpu else from_jax()
+    return from_torch(x.device.type, x.device.index or 0) if array_kind(x) == "torch" else here()

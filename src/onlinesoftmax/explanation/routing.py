@@ -9,9 +9,11 @@ from ..core.device import Device
 from ..core.task import ITEMSIZE
 from ..core.units import duration, size
 from ..kernels import registry
-from ..routing.rules import Rule, checked_rule
+from ..routing.kernels import source
+from ..routing.rules import Call, Rule, checked_rule
+from ..routing.rules import sizes_of as sequences_of
 from .rows import described, sizes_of
-from .sampling import EAGER, OtherWay
+from .sampling import EAGER, OtherWay, why_no_cuda
 
 ROUTE = "route"
 
@@ -25,6 +27,7 @@ class Gate(NamedTuple):
     Attributes:
         sequences, tokens: Number of sequences, and of the tokens of each.
         dtype: Name of the dtype of the logits.
+        framework: "torch" or "jax".
         rule: How experts are chosen and weighted.
         bias: True where a bias is given.
         prob_sums: True where the sums of probabilities are wanted.
@@ -33,6 +36,7 @@ class Gate(NamedTuple):
     sequences: int
     tokens: int
     dtype: str
+    framework: str
     rule: Rule
     bias: bool
     prob_sums: bool
@@ -61,7 +65,7 @@ class RouteExplanation:
     Attributes:
         problem: What the way depends on.
         device: The device that was planned for.
-        kernel: The kernel that takes the call; None where PyTorch's operations do.
+        kernel: The kernel that takes the call; None where the operations of the framework do.
         reason: One sentence: why the call takes this way.
         others: The other way, with the reason.
     """
@@ -87,8 +91,8 @@ class RouteExplanation:
 
     @property
     def name(self) -> str:
-        """Name of the kernel, or EAGER."""
-        return KERNEL if self.kernel else EAGER
+        """Name of the kernel, or that of EAGER."""
+        return KERNEL if self.kernel else EAGER[self.problem.framework]
 
     @property
     def asked(self) -> str:
@@ -142,52 +146,80 @@ class RouteExplanation:
 
 
 def explain_route(
-    x: Any, dtype: Any, bias: Any, asked: dict[str, Any], device: Device, named: bool
+    x: Any, dtype: Any, bias: Any, asked: dict[str, Any], framework: str, device: Device, named: bool
 ) -> RouteExplanation:
     """The way of a call, and why not another; the checks are those of the function.
 
     Args:
-        x: Logits: a tensor or a shape.
+        x: Logits: a tensor, an array or a shape.
         dtype: Dtype of a shape.
         bias: As in the function, or a shape.
         asked: k, score, order, groups, group_k, group_score, renormalize and prob_sums, as in the function.
+        framework: "torch" or "jax".
         device: The device.
         named: True for a device that this machine need not have.
     """
+    shape, like = described(x, dtype)
+    groups = asked["groups"], asked["group_k"], asked["group_score"]
+    rest = asked["k"], asked["score"], asked["order"], groups, asked["renormalize"], 1.0
+    rule = checked_rule(f"{ROUTE}()", shape[-1], *rest)
+    bias = sizes_of("bias", bias) if isinstance(bias, tuple | list) else bias
+    make = _call_in_jax if framework == "jax" else _call_in_torch
+    call, width = make(x, shape, like.dtype, bias, rule, asked["prob_sums"])
+    problem = Gate(call.sequences, call.tokens, like.dtype, framework, rule, bias is not None, asked["prob_sums"])
+    found = _kernel(call, like.dtype, width, framework, device, named)
+    if isinstance(found, str):
+        return RouteExplanation(problem, device, None, "no kernel takes the call", (OtherWay("a kernel", found),))
+    other = OtherWay(EAGER[framework], "a kernel takes the call")
+    return RouteExplanation(problem, device, found, found.reason, (other,))
+
+
+def _call_in_torch(
+    x: Any, shape: tuple[int, ...], dtype: str, bias: Any, rule: Rule, prob_sums: bool
+) -> tuple[Call, int]:
+    """A call on torch tensors without data, and the logits that an instruction loads."""
     with registry.needing("torch", "routing"):
         import torch
 
         from ..routing import arguments
+        from ..routing.kernels import cuda
 
-    shape, like = described(x, dtype)
     if torch.is_tensor(x):
         logits = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     else:
-        logits = torch.empty(shape, dtype=getattr(torch, like.dtype), device="meta")
-    if isinstance(bias, tuple | list):
-        bias = torch.empty(sizes_of("bias", bias))
-    groups = asked["groups"], asked["group_k"], asked["group_score"]
-    rest = asked["k"], asked["score"], asked["order"], groups, asked["renormalize"], 1.0
-    rule = checked_rule(f"{ROUTE}()", shape[-1], *rest)
+        logits = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+    if isinstance(bias, tuple):
+        bias = torch.empty(bias)
     bias = bias.to("meta") if torch.is_tensor(bias) else bias
-    call = arguments.checked_call(logits, bias, None, None, rule, True, asked["prob_sums"])
-    problem = Gate(call.sequences, call.tokens, like.dtype, rule, bias is not None, asked["prob_sums"])
-    found = _kernel(call, device, named)
-    if isinstance(found, str):
-        return RouteExplanation(problem, device, None, "no kernel takes the call", (OtherWay("a kernel", found),))
-    return RouteExplanation(problem, device, found, found.reason, (OtherWay(EAGER, "a kernel takes the call"),))
+    call = arguments.checked_call(logits, bias, None, None, rule, True, prob_sums)
+    return call, cuda.width_of(cuda.adjacent(call.x))
 
 
-def _kernel(call: Any, device: Device, named: bool) -> RouteKernel | str:
+def _call_in_jax(
+    x: Any, shape: tuple[int, ...], dtype: str, bias: Any, rule: Rule, prob_sums: bool
+) -> tuple[Call, int]:
+    """A call on arrays of JAX without data, and the logits that an instruction loads."""
+    with registry.needing("jax", "routing"):
+        import jax
+
+        from ..jax.routing.run import checked_operands
+
+    # The checks need no dtype but a floating one, and JAX may lack float64.
+    logits = jax.ShapeDtypeStruct(shape, "float32")
+    given = jax.ShapeDtypeStruct(bias, "float32") if isinstance(bias, tuple) else bias
+    found = jax.eval_shape(lambda x, bias: checked_operands(x, bias, None, None, rule), logits, given)
+    sequences, tokens = sequences_of(shape)
+    call = Call(logits, found.get("bias"), None, None, rule, sequences, tokens, True, prob_sums)
+    return call, source.width_at(dtype, shape[-1])
+
+
+def _kernel(call: Call, dtype: str, width: int, framework: str, device: Device, named: bool) -> RouteKernel | str:
     """The kernel of a call; or, in one sentence, why none takes it."""
     if device.kind != "cuda":
         return f"{device.name} is no NVIDIA GPU"
-    if not named and (reason := registry.unavailable("cuda")):
+    if not named and (reason := why_no_cuda(framework)):
         return reason
-    # It imports CUDA's launches.
-    from ..routing.kernels import cuda, source
-
-    shape = cuda.kernel_of(call, device)
+    shape = source.kernel_of(call, dtype, width, device)
     if isinstance(shape, str):
         return shape
     blocks = source.parts_of(shape, call.tokens, call.sequences, device)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.device import Device
 from ..core.task import ITEMSIZE
 from ..core.units import duration, size
 from ..kernels import registry
+from ..kernels.cuda import xla_handler
 from ..sampling.kernels import unfiltered
 from ..sampling.kernels.choice import is_unfiltered, refusal
 from ..sampling.kernels.source import MOST_TOP, shape_of
+from ..sampling.rules import checked_parameters
 from .rows import described, sizes_of
 
 SAMPLE = "sample"
 
-EAGER = "PyTorch's operations"
-"""Name of the way without a kernel of ours."""
+EAGER = {"torch": "PyTorch's operations", "jax": "XLA's operations"}
+"""Name of the way without a kernel of ours, by framework."""
 
 FILTERS = ("top_k", "top_p", "min_p")
 
@@ -32,6 +36,7 @@ class Asked(NamedTuple):
     Attributes:
         rows, tokens: Sizes of the logits.
         dtype: Name of their dtype.
+        framework: "torch" or "jax".
         adjacent: True where the logits of a row are adjacent in memory.
         filters: Names of the filters that are given.
         top: Number of the largest log-probabilities that are returned.
@@ -41,6 +46,7 @@ class Asked(NamedTuple):
     rows: int
     tokens: int
     dtype: str
+    framework: str
     adjacent: bool
     filters: tuple[str, ...]
     top: int
@@ -67,7 +73,7 @@ class OtherWay(NamedTuple):
     """A way that the call does not take.
 
     Attributes:
-        name: Name of a kernel, or EAGER.
+        name: Name of a kernel, or one of EAGER.
         why_not: The reason, in one sentence.
     """
 
@@ -82,7 +88,7 @@ class SampleExplanation:
     Attributes:
         problem: What the way depends on.
         device: The device that was planned for.
-        kernel: The kernel that takes the call; None where PyTorch's operations do.
+        kernel: The kernel that takes the call; None where the operations of the framework do.
         reason: One sentence: why the call takes this way.
         others: The other ways, with the reasons.
     """
@@ -108,8 +114,8 @@ class SampleExplanation:
 
     @property
     def name(self) -> str:
-        """Name of the kernel, or EAGER."""
-        return self.kernel.name if self.kernel else EAGER
+        """Name of the kernel, or that of EAGER."""
+        return self.kernel.name if self.kernel else EAGER[self.problem.framework]
 
     @property
     def asked(self) -> str:
@@ -159,7 +165,7 @@ class SampleExplanation:
 
 
 def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
-    """Return the properties that decide the way of a call; the checks are those of the function.
+    """Return the properties that decide the way of a call on torch tensors; the checks are those of the function.
 
     Args:
         x: Logits: a tensor or a shape.
@@ -188,7 +194,38 @@ def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], option
     top = arguments.checked_count(logits, "top_logprobs", asked["top_logprobs"], 0)
     rows = arguments.in_rows(logits.x, logits.dim)
     adjacent = rows.stride(1) == 1
-    return Asked(len(rows), logits.tokens, like.dtype, adjacent, given, top, logits.options.given)
+    return Asked(len(rows), logits.tokens, like.dtype, "torch", adjacent, given, top, logits.options.given)
+
+
+def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
+    """The same for arrays of JAX."""
+    with registry.needing("jax", "sampling"):
+        import jax
+
+        from ..jax.prepare import options_of
+        from ..jax.sampling import arguments
+
+    shape, like = described(x, dtype)
+    given: list[tuple[str, ...]] = []
+
+    def scores(x: Any, bias: Any, where: Any) -> Any:
+        rows = arguments.checked_rows(SAMPLE, x, axis, options_of(1.0, options["softcap"], bias, where))
+        given.append(rows.options.given)
+        return rows.x
+
+    def without_data(name: str, dtype: str) -> Any:
+        t = options[name]
+        return jax.ShapeDtypeStruct(sizes_of(name, t), dtype) if isinstance(t, tuple | list) else t
+
+    # The checks need no dtype but a floating one, and JAX may lack float64.
+    logits = jax.ShapeDtypeStruct(shape, "float32")
+    *rows, tokens = jax.eval_shape(scores, logits, without_data("bias", "float32"), without_data("mask", "bool")).shape
+    of_rows = partial(arguments.checked_of_rows, SAMPLE, tuple(rows))
+    k, p, least = (asked[name] for name in FILTERS)
+    parameters = checked_parameters(SAMPLE, tokens, of_rows, 1.0, (k, p, least), "keep")
+    filtering = tuple(name for name in FILTERS if getattr(parameters, name) is not None)
+    top = arguments.checked_count(SAMPLE, "top_logprobs", asked["top_logprobs"], tokens)
+    return Asked(math.prod(rows), tokens, like.dtype, "jax", True, filtering, top, given[0])
 
 
 def explain_sample(problem: Asked, device: Device, named: bool) -> SampleExplanation:
@@ -207,29 +244,41 @@ def explain_sample(problem: Asked, device: Device, named: bool) -> SampleExplana
     else:
         asked = [*problem.filters, *(["top_logprobs"] if problem.top else [])]
         other = OtherWay(UNFILTERED, f"it has no {', '.join(asked)}")
-    return SampleExplanation(problem, device, found, found.reason, (other, OtherWay(EAGER, "a kernel takes the call")))
+    return SampleExplanation(
+        problem, device, found, found.reason, (other, OtherWay(EAGER[problem.framework], "a kernel takes the call"))
+    )
+
+
+def why_no_cuda(framework: str) -> str | None:
+    """The reason why the CUDA kernels do not run on this machine; None where they do."""
+    return xla_handler.unavailable() if framework == "jax" else registry.unavailable("cuda")
 
 
 def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
     """The kernel of a call; or, in one sentence, why none takes it."""
     if device.kind != "cuda":
         return f"{device.name} is no NVIDIA GPU"
+    dtype, before = problem.dtype, ""
     if problem.options:
-        return f"kernels have no {' and no '.join(problem.options)}"
-    if not named and (reason := registry.unavailable("cuda")):
+        if problem.framework == "torch":
+            return f"kernels have no {' and no '.join(problem.options)}"
+        dtype = "float64" if dtype == "float64" else "float32"
+        before = f"XLA writes the scores in {dtype}; then "
+    if not named and (reason := why_no_cuda(problem.framework)):
         return reason
     rows, tokens, filters, top = problem.rows, problem.tokens, problem.filters, problem.top
-    if reason := refusal(problem.dtype, rows, problem.adjacent, device):
+    if reason := refusal(dtype, rows, problem.adjacent, device):
         return reason
     if is_unfiltered(bool(filters), top):
-        shape = unfiltered.shape_of(rows, tokens, problem.dtype, True, False, device)
-        return Kernel(UNFILTERED, shape.cluster, shape.threads, "one read of the logits, of which nothing is held")
+        shape = unfiltered.shape_of(rows, tokens, dtype, True, False, device)
+        reason = f"{before}one read of the logits, of which nothing is held"
+        return Kernel(UNFILTERED, shape.cluster, shape.threads, reason)
     if top > MOST_TOP:
         return f"a kernel lists at most {MOST_TOP} tokens"
-    filtered = shape_of(rows, tokens, problem.dtype, True, device)
+    filtered = shape_of(rows, tokens, dtype, True, device)
     if filtered is None:
         return f"the blocks of a row need more shared memory than those of {device.name} have"
     # Without top_k all tokens may be kept, so masses are added up when a bound of the threshold is known.
     again = filters and "top_k" not in filters
     reads = "two reads of the logits, the second from the L2 cache" if again else "one read of the logits"
-    return Kernel(FILTERED, filtered.cluster, filtered.threads, f"it lists the largest tokens, in {reads}")
+    return Kernel(FILTERED, filtered.cluster, filtered.threads, f"{before}it lists the largest tokens, in {reads}")

@@ -33,13 +33,11 @@ def route(rule: Rule, counts: bool, prob_sums: bool, device: Device, operands: V
     x = operands["x"]
     *lead, tokens, experts = x.shape
     sequences, dtype = math.prod(lead), x.dtype.name
-    if reason := source.refusal_of(rule, dtype, sequences * tokens, prob_sums, device) or _other_biases(operands):
-        return reason
     bias, mask, indices = (operands.get(name) for name in ("bias", "mask", "indices"))
     own = Call(x, bias, mask, indices, rule, sequences, tokens, counts, prob_sums)
-    shape = source.shape_of(rule, dtype, _width(x), source.flags_of(own), tokens, sequences, device)
-    if shape is None:
-        return f"the blocks of {device.name} have too little shared memory"
+    shape = _other_biases(operands) or source.kernel_of(own, dtype, source.width_at(dtype, experts), device)
+    if isinstance(shape, str):
+        return shape
     parts = source.parts_of(shape, tokens, sequences, device)
     launch = source.launch_of(shape, rule, experts, tokens, sequences, parts)
     rows = x.shape[:-1]
@@ -66,7 +64,7 @@ def route_backward(rule: Rule, device: Device, operands: Values) -> Planned:
         return reason
     given = Gradients(*(operands.get(f"d{name}") for name in Gradients._fields))
     own = Call(x, operands.get("bias"), None, None, rule, sequences, tokens, False, False)
-    shape = gradient.shape_of(rule, dtype, _width(x), gradient.flags_of(own, given))
+    shape = gradient.shape_of(rule, dtype, source.width_at(dtype, experts), gradient.flags_of(own, given))
     launch = gradient.launch_of(shape, rule, experts, tokens, sequences, device)
     return _plan("gradient.cuh", shape), partial(_called, launch, operands, {"dx": (x.shape, dtype)}, device)
 
@@ -81,12 +79,6 @@ def _called(
 def _other_biases(operands: Values) -> str | None:
     bias, experts = operands.get("bias"), operands["x"].shape[-1]
     return None if bias is None or bias.size == experts else "a kernel has one bias for all sequences"
-
-
-def _width(x: Array) -> int:
-    """Logits that one instruction loads, of an array that begins on 16 bytes."""
-    experts: int = x.shape[-1]
-    return min(16 // x.dtype.itemsize, experts & -experts)
 
 
 def _plan(file: str, shape: Any) -> str:

@@ -7,7 +7,6 @@ from functools import lru_cache
 
 import torch
 
-from ...core.device import Device
 from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool, words_of_stream
@@ -15,7 +14,7 @@ from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
 from ..rules import Call, Rule
-from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, words_of
+from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, width_at, words_of
 
 Tensor = torch.Tensor
 
@@ -37,28 +36,9 @@ def run_of(call: Call) -> Run | None:
     """
     x = adjacent(call.x)
     index = x.get_device()
-    if refused(call, from_torch("cuda", index)):
+    if refusal_of(call.rule, dtype_of(x), len(x), call.prob_sums, from_torch("cuda", index)):
         return None
     return _run_of(call.rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
-
-
-def refused(call: Call, device: Device) -> str | None:
-    """Why no kernel takes a call, in one sentence; None if one may, where the device has enough shared memory.
-
-    Args:
-        call: The call; its tensors may be without data.
-        device: Where the kernel is to run.
-    """
-    return refusal_of(call.rule, dtype_of(call.x), len(call.x), call.prob_sums, device)
-
-
-def kernel_of(call: Call, device: Device) -> Shape | str:
-    """The kernel of a call; or, in one sentence, why none takes it.  Arguments as of `refused`."""
-    if reason := refused(call, device):
-        return reason
-    x = adjacent(call.x)
-    found = shape_of(call.rule, dtype_of(x), width_of(x), flags_of(call), call.tokens, call.sequences, device)
-    return found or f"the blocks of {device.name} have too little shared memory"
 
 
 def adjacent(x: Tensor) -> Tensor:
@@ -73,8 +53,7 @@ def dtype_of(x: Tensor) -> str:
 
 def width_of(x: Tensor) -> int:
     """Logits that one instruction loads: each row begins on as many bytes."""
-    number, size = x.shape[1] | x.stride(0) | x.data_ptr() // x.element_size(), x.element_size()
-    return min(16 // size, number & -number)
+    return width_at(dtype_of(x), x.shape[1] | x.stride(0) | x.data_ptr() // x.element_size())
 
 
 @lru_cache(MOST_ENTRIES)

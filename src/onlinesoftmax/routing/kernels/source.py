@@ -8,6 +8,7 @@ from struct import Struct
 from typing import NamedTuple
 
 from ...core.device import Device
+from ...core.task import ITEMSIZE
 from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
@@ -125,6 +126,25 @@ def refusal_of(rule: Rule, dtype: str, rows: int, prob_sums: bool, device: Devic
     if prob_sums and rule.score is Score.IDENTITY:
         return "the sums of logits have no bound, so that whole numbers cannot stand for them"
     return None
+
+
+def kernel_of(call: Call, dtype: str, width: int, device: Device) -> Shape | str:
+    """The kernel of a call; or, in one sentence, why none takes it.
+
+    Args:
+        call: The call; its arrays may be without data.
+        dtype, width: As in Shape.
+        device: Where the kernel is to run.
+    """
+    if reason := refusal_of(call.rule, dtype, call.sequences * call.tokens, call.prob_sums, device):
+        return reason
+    found = shape_of(call.rule, dtype, width, flags_of(call), call.tokens, call.sequences, device)
+    return found or f"the blocks of {device.name} have too little shared memory"
+
+
+def width_at(dtype: str, number: int) -> int:
+    """Logits that one instruction loads, where rows begin at multiples of a number of logits."""
+    return min(16 // ITEMSIZE[dtype], number & -number)
 
 
 def flags_of(call: Call) -> frozenset[str]:
