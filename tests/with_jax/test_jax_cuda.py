@@ -21,8 +21,10 @@ from simulated_gpu import HANDLER, simulated_gpu
 import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError, explain
 from onlinesoftmax.core.device import known
+from onlinesoftmax.core.task import Choice
 from onlinesoftmax.jax import cuda_call, custom_op
 from onlinesoftmax.jax.device import UNNAMED_GPU
+from onlinesoftmax.jax.linear import rows
 from onlinesoftmax.kernels.cuda import xla_handler
 from onlinesoftmax.kernels.cuda.xla_handler import Launch
 from onlinesoftmax.ops import OPERATIONS as DECLARED
@@ -235,6 +237,32 @@ def test_transforms(place: None, names: Sequence[str]) -> None:
         np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
     with jax.disable_jit():
         np.testing.assert_allclose(osj.softmax(x, backend="cuda"), jax.nn.softmax(x), rtol=1e-6)
+
+
+@cases("function", [("linear_cross_entropy",)], [("linear_cross_entropy",), ("linear_token_logprobs",)])
+def test_heads(place: None, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chunks of a head, in a loop over tokens that uses its buffers again."""
+    rng = np.random.default_rng(3)
+    x, w = (jnp.asarray(rng.normal(size=(rows, 16)), jnp.float32) for rows in (37, 1000))
+    target = jnp.arange(37) * 29 % 1000
+
+    def loss(x: Any, w: Any) -> Any:
+        found = getattr(osj, function)(x, w, target, softcap=5.0, memory=16 * 1000 * 4)
+        return found if function == "linear_cross_entropy" else jnp.sum(found.logprob + found.entropy)
+
+    results = []
+    for backend in ("cuda", "eager"):
+        monkeypatch.setattr(rows, "CHOICE", Choice(backend))
+        jax.clear_caches()
+        step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+        text = step.lower(x, w).as_text()
+        assert "while" in text
+        assert (cuda_call.TARGET in text) == (backend == "cuda")
+        with jax.default_matmul_precision("float32"):
+            results.append(step(x, w))
+    jax.clear_caches()
+    for ours, xla in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu
