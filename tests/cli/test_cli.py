@@ -260,6 +260,8 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --device h20", "unknown device 'h20'; known devices: h200"),
         ("explain 12x5 --op softplus", "unknown operation 'softplus'"),
         ("explain 12x5 --op softmx", "; did you mean softmax?"),
+        ("report --device l40s", "; did you mean l4?"),
+        ("explain 12x5 --device l40s", "(by its name: l4)"),
         ("explain 12x5 --op cross_entropy --outputs loss,z", "--outputs: unknown output 'z'; there are: y, "),
         ("explain 12x5 --operation softmax", "No such option"),
         ("explain 12x5 --dim 2", "out of range"),

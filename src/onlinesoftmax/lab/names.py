@@ -29,7 +29,7 @@ def unknown(what: str, name: str, known: Iterable[str]) -> str:
         "unknown operation 'softmx'; there are: softmax, logsumexp; did you mean softmax?"
     """
     known = tuple(known)
-    near = difflib.get_close_matches(name, known, 1, 0.75)
+    near = difflib.get_close_matches(name, known, 1, 0.65)
     return f"unknown {what} {name!r}; there are: {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}"
 
 
