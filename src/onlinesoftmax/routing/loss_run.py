@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..kernels import registry
+from ..torch.arguments import is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 
@@ -40,13 +41,23 @@ class _Loss(torch.autograd.Function):
         from .kernels import losses_launch
 
         found, slopes = losses_launch.loss(counts, values, factor, z_loss)
-        ctx.z_loss = z_loss
-        ctx.save_for_backward(slopes, *([values] if z_loss else []))
+        ctx.factor, ctx.z_loss = factor, z_loss
+        ctx.save_for_backward(slopes, values, counts)
         return found
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
-        slopes, *values = ctx.saved_tensors
-        # Of the z-loss, slopes is one number.
-        dx = slopes * dys[0]
-        return values[0] * dx if ctx.z_loss else dx, None, None, None
+        slopes, values, counts = ctx.saved_tensors
+        dy = dys[0]
+        if torch.is_grad_enabled() and ctx.z_loss:
+            # The slopes have no derivative.
+            number = counts.sum()
+            return values * (dy * (2 * ctx.factor / (number + (number == 0)))), None, None, None
+        if torch.is_grad_enabled() or is_batched(dy) or not dy.is_cuda:
+            return slopes * dy, None, None, None
+        from ..kernels.cuda.multiply import multiply
+
+        # This launch begins before the kernel before it has ended.
+        dx = torch.empty_like(slopes)
+        multiply(slopes, dy, dx)
+        return dx, None, None, None

@@ -25,6 +25,7 @@ class OwnLaunch(NamedTuple):
         blocks, threads: Blocks of the launch, and threads of a block.
         dynamic: Bytes of dynamic shared memory of a block.
         cluster: Blocks of a cluster.
+        waits: True if the kernel waits itself for the kernel before it, and so may begin early.
     """
 
     text: str
@@ -35,6 +36,7 @@ class OwnLaunch(NamedTuple):
     threads: int
     dynamic: int = 0
     cluster: int = 1
+    waits: bool = False
 
     @property
     def configuration(self) -> tuple[int, int, int, int, int, bool]:

@@ -161,6 +161,6 @@ def argument_pool(launch: arguments.OwnLaunch) -> driver.ArgumentPool:
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(launch.text, launch.name, index, launch.dynamic, launch.cluster)
-        return driver.Arguments(values, driver.launch_config(*config), kernel)
+        return driver.Arguments(values, driver.launch_config(*config, launch.waits and may_begin_early(index)), kernel)
 
     return driver.ArgumentPool(new_call)

@@ -114,4 +114,6 @@ def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int
     places = device.multiprocessors * shape.resident
     parts = max(1, min(-(-tokens // shape.teams), places // sequences))
     numbers = numbers_of(rule, stride, tokens, parts)
-    return OwnLaunch(source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, shape.dynamic_bytes)
+    return OwnLaunch(
+        source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, shape.dynamic_bytes, waits=True
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from ...core.device import Device
 from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
@@ -12,7 +13,10 @@ from ...sampling.kernels.source import constants_of
 
 NAME = "router_loss_kernel"
 
-FILES = (("row/warp_shuffle", cuda.__name__), ("losses", str(__package__)))
+FILES = (
+    *((name, cuda.__name__) for name in ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages")),
+    ("losses", str(__package__)),
+)
 """Files of the kernel, in the order of inclusion."""
 
 POINTERS = ("counts", "values", "loss", "slopes")
@@ -21,7 +25,10 @@ POINTERS = ("counts", "values", "loss", "slopes")
 NUMBERS = ("sequences", "experts", "tokens", "factor_bits")
 
 MOST_READ = 1 << 17
-"""Most numbers that one block reads: of more, several blocks are faster."""
+"""Most numbers that one cluster reads: of more, PyTorch's operations, with all multiprocessors, are faster."""
+
+FEW, MOST_BLOCKS = 1 << 13, 8
+"""Numbers of lse that one block reads, and blocks of a cluster for more: a multiprocessor reads 64 bytes a cycle."""
 
 
 class Shape(NamedTuple):
@@ -34,8 +41,22 @@ class Shape(NamedTuple):
     """
 
     z_loss: bool
-    threads: int = 1024
+    threads: int = 512
     cluster: int = 1
+
+
+def shape_of(count: int, z_loss: bool, device: Device) -> Shape:
+    """The kernel of a loss.
+
+    Args:
+        count: Number of counts, or of lse for the z-loss.
+        z_loss: True for the z-loss.
+        device: Where the kernel is to run.
+    """
+    if not z_loss:
+        return Shape(False, 256 if count <= 4096 else 1024)
+    few = count <= FEW or device.compute_capability < (9, 0)
+    return Shape(True, 512 if count <= MOST_BLOCKS * FEW else 1024, 1 if few else MOST_BLOCKS)
 
 
 @cache
@@ -46,9 +67,11 @@ def source(shape: Shape) -> str:
 
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
-    return constants_of("float32", {"Z_LOSS": shape.z_loss, "THREADS": shape.threads})
+    return constants_of("float32", {"Z_LOSS": shape.z_loss, "THREADS": shape.threads, "CLUSTER": shape.cluster})
 
 
 def launch_of(shape: Shape, numbers: tuple[int, ...]) -> OwnLaunch:
     """The launch of a kernel; `numbers` in the order of NUMBERS."""
-    return OwnLaunch(source(shape), NAME, POINTERS, numbers, 1, shape.threads)
+    return OwnLaunch(
+        source(shape), NAME, POINTERS, numbers, shape.cluster, shape.threads, cluster=shape.cluster, waits=True
+    )  # fmt: skip

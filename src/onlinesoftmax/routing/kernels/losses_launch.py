@@ -12,7 +12,7 @@ from ...kernels.cuda.launch import argument_pool
 from ...sampling.kernels.choice import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from .losses import MOST_READ, POINTERS, Shape, launch_of
+from .losses import MOST_READ, POINTERS, Shape, launch_of, shape_of
 from .source import bits_of
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ def takes(counts: Tensor, values: Tensor) -> bool:
 
 
 def loss(counts: Tensor, values: Tensor, factor: float, z_loss: bool) -> tuple[Tensor, Tensor]:
-    """A loss, and its derivative: of the sums, or the number by which lse is multiplied.
+    """A loss, and its derivative in the shape of the values.
 
     Args:
         counts: (..., experts) int32.
@@ -41,22 +41,23 @@ def loss(counts: Tensor, values: Tensor, factor: float, z_loss: bool) -> tuple[T
         factor: Factor of the loss: of load balancing, experts * k * parts; of the z-loss, k * parts.
         z_loss: True for the z-loss.
     """
-    shape = (1,) if z_loss else tuple(values.shape)
-    return _bound(z_loss, shape, numbers_of(counts, values, factor), values.get_device())(counts, values)
+    index = values.get_device()
+    shape = shape_of(values.numel(), z_loss, from_torch("cuda", index))
+    return _bound(shape, numbers_of(counts, values, factor), index)(counts, values)
 
 
 @lru_cache(MOST_ENTRIES)
 def _bound(
-    z_loss: bool, shape: tuple[int, ...], numbers: tuple[int, ...], index: int
+    shape: Shape, numbers: tuple[int, ...], index: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
-    pool = argument_pool(launch_of(Shape(z_loss), numbers))
+    pool = argument_pool(launch_of(shape, numbers))
 
     def run(counts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if torch.cuda.current_device() != index:
             # The default stream is that of the current device.
             with torch.cuda.device(index):
                 return run(counts, values)
-        found, slopes = values.new_empty(()), values.new_empty(shape)
+        found, slopes = values.new_empty(()), torch.empty_like(values)
         call = pool.take(index)
         call.fields[: len(POINTERS)] = [t.data_ptr() for t in (counts, values, found, slopes)]
         call.config.stream = torch._C._cuda_getCurrentRawStream(index)

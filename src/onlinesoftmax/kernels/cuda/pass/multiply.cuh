@@ -10,6 +10,7 @@ struct Product { const T* x; OUT* y; const FACTOR* factor; int64 count; };
 extern "C" __global__ void __launch_bounds__(THREADS) multiply_kernel(const __grid_constant__ Product p) {
     // This kernel may begin before the kernel before it ends, and that kernel may write the factor.  So it waits.
     wait_for_kernel_before();
+    let_next_kernel_begin();   // all kernels before this one have ended
     const ACC f = wide(*p.factor);
     if (f == 1 && static_cast<const void*>(p.y) == p.x) return;
     const T* const x = p.x;
