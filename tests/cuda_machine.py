@@ -166,9 +166,8 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
 inline unsigned __reduce_add_sync(unsigned, unsigned x) {
     return fold_lanes(x, [](unsigned a, unsigned b) { return a + b; });
 }
-inline unsigned __reduce_or_sync(unsigned, unsigned x) {
-    return fold_lanes(x, [](unsigned a, unsigned b) { return a | b; });
-}
+inline unsigned __reduce_or_sync(unsigned, unsigned x) { return fold_lanes(x, [](auto a, auto b) { return a | b; }); }
+inline unsigned __ballot_sync(unsigned all, bool x) { return __reduce_or_sync(all, unsigned(x) << threadIdx.x % 32); }
 template <class T> T atomicMax(T* to, T x) {
     T now = __atomic_load_n(to, __ATOMIC_SEQ_CST);
     while (now < x && !__atomic_compare_exchange_n(to, &now, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {}

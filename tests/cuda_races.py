@@ -41,9 +41,9 @@ from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.routing.kernels import gradient
+from onlinesoftmax.routing.kernels import gradient, losses
 from onlinesoftmax.routing.kernels import source as routing
-from onlinesoftmax.routing.rules import checked_rule
+from onlinesoftmax.routing.rules import Rule, checked_rule
 from onlinesoftmax.sampling.kernels import source as sampling
 from onlinesoftmax.sampling.kernels import topk, unfiltered
 
@@ -67,10 +67,14 @@ REMOVED_BARRIERS = (
     ("sample", "exchange.cuh", "__syncthreads();"),
     ("unfiltered", "parts.cuh", "__syncthreads();"),
     ("topk", "topk.cuh", "__syncthreads();"),
-    ("route", "lanes.cuh", "else __syncwarp();"),
+    ("route", "groups.cuh", "sync_team();"),
     ("gradient of route", "lanes.cuh", "else __syncwarp();"),
 )
 """Kernels, and barriers that they need: the first such statement of a file."""
+
+
+ROUTING = "route", "route by long lists", "gradient of route", "z-loss of route"
+"""Kernels of routing."""
 
 
 def main(folder: Path) -> None:
@@ -79,7 +83,7 @@ def main(folder: Path) -> None:
         sys.exit("ThreadSanitizer is not loaded; run: python -m pytest tests/kernels/test_cuda_races.py")
     # g++ must not load ThreadSanitizer.
     os.environ.pop("LD_PRELOAD", None)
-    for kernel in (*KERNELS, "reduction", "sample", "unfiltered", "topk", "route", "gradient of route"):
+    for kernel in (*KERNELS, "reduction", "sample", "unfiltered", "topk", *ROUTING):
         run_kernel(kernel, kernel, folder)
     text = source.text
     for kernel, file, barrier in REMOVED_BARRIERS:
@@ -107,7 +111,11 @@ def run_kernel(kernel: str, name: str, folder: Path, asks: Sequence[Ask] = ASKS)
     if kernel == "topk":
         return list_largest(folder)
     if kernel == "route":
-        return choose_experts(folder)
+        return choose_experts(RULE, folder)
+    if kernel == "route by long lists":
+        return choose_experts(LONG_LISTS, folder)
+    if kernel == "z-loss of route":
+        return add_squares(folder)
     if kernel == "gradient of route":
         return differentiate_routing(folder)
     for ask in asks:
@@ -186,23 +194,27 @@ def list_largest(folder: Path) -> None:
 RULE = checked_rule("route", 48, 4, "softmax", "score_first", (4, 2, "top2_sum"), True, 1.0)
 """A rule with groups of experts."""
 
+LONG_LISTS = checked_rule("route", 64, 6, "softmax", "score_first", (None, None, "top2_sum"), True, 1.0)
+"""A rule for which two lanes share a token, so that its list is not packed."""
 
-def choose_experts(folder: Path) -> None:
+
+def choose_experts(rule: Rule, folder: Path) -> None:
     """Run the kernel that routes, on several tokens of each team, of two blocks of a sequence."""
-    tokens, experts, flags = 40, RULE.experts, frozenset({"GROUPED", "SCORED_GROUPS", "COUNTS", "PROB_SUMS"})
-    shape = routing.shape_of(RULE, "float32", 4, flags, tokens, 1, KNOWN["h100"])
+    tokens, experts, k = 80, rule.experts, rule.k
+    flags = frozenset({"COUNTS", "PROB_SUMS", *({"GROUPED", "SCORED_GROUPS"} if rule.groups > 1 else ())})
+    shape = routing.shape_of(rule, "float32", 4, flags, tokens, 1, KNOWN["h100"])
     assert shape is not None
     shape = shape._replace(threads=64)
     arrays: dict[str, Any] = {
         "x": np.tile(np.linspace(-3, 3, experts, dtype=np.float32), (tokens, 1)),
-        "weights": np.zeros((tokens, 4), np.float32), "indices": np.zeros((tokens, 4), np.int32),
+        "weights": np.zeros((tokens, k), np.float32), "indices": np.zeros((tokens, k), np.int32),
         "lse": np.zeros(tokens, np.float32), "counts": np.zeros(experts, np.int32),
         "prob_sums": np.zeros(experts, np.float32), "words": np.zeros(2 * experts + 1, np.int64),
     }  # fmt: skip
     pointers = (arrays[name].ctypes.data if name in arrays else 0 for name in routing.POINTERS)
-    fields = np.array([*pointers, *routing.numbers_of(shape, RULE, experts, tokens, 2)])
+    fields = np.array([*pointers, *routing.numbers_of(shape, rule, experts, tokens, 2)])
     cuda_simulator.simulate_sample(shape, fields, 2, folder, routing)
-    assert arrays["counts"].tolist() == [0] * (experts - 4) + [tokens] * 4
+    assert arrays["counts"].tolist() == [0] * (experts - k) + [tokens] * k
 
 
 def differentiate_routing(folder: Path) -> None:
@@ -220,6 +232,18 @@ def differentiate_routing(folder: Path) -> None:
     fields = np.array([*pointers, *gradient.numbers_of(RULE, experts, tokens, 2)])
     cuda_simulator.simulate_sample(shape, fields, 2, folder, gradient)
     assert np.allclose(arrays["dx"], 1 / experts, atol=1e-6)
+
+
+def add_squares(folder: Path) -> None:
+    """Run the kernel of the z-loss, on two blocks of a cluster."""
+    tokens = 300
+    arrays: dict[str, Any] = {
+        "counts": np.ones(20, np.int32), "values": np.full(tokens, 2, np.float32),
+        "loss": np.zeros(1, np.float32), "slopes": np.zeros(tokens, np.float32),
+    }  # fmt: skip
+    fields = np.array([*(arrays[name].ctypes.data for name in losses.POINTERS), 1, 20, tokens, routing.bits_of(1)])
+    cuda_simulator.simulate_sample(losses.Shape(True, 64, 2), fields, 1, folder, losses)
+    assert arrays["loss"] == 4 * tokens / 20
 
 
 if __name__ == "__main__":

@@ -111,8 +111,19 @@ REPLACED = {
         "inline float reciprocal(float y)": "{ return 1 / y; }",
         "inline uint64 look_shared(const uint64* from)": "{ return look(from); }",
     },
-    "weights": {"inline float log_of_sum(float y)": "{ return log(y); }"},
-    "select": {"inline unsigned shift_in_below(unsigned mask, float x, float t)": "{ return mask << 1 | (x < t); }"},
+    "weights": {
+        "inline float log_of_sum(float y)": "{ return log(y); }",
+        # The result is wrong by one unit in the last place.
+        "inline float rough_reciprocal(float x)": "{ return __uint_as_float(__float_as_uint(1 / x) ^ (1 / x > 0)); }",
+    },
+    "lanes": {"inline unsigned first_of_addresses()": "{ return first_expert(); }"},
+    "choices": {
+        "inline float smallest_or_nan(float x, float y)": "{ return x != x || y != y ? x + y : x < y ? x : y; }"
+    },
+    "select": {
+        "inline unsigned add_above(unsigned rank, unsigned a, unsigned own)": "{ return rank + (a > own); }",
+        "inline unsigned shift_in_below(unsigned mask, float x, float t)": "{ return mask << 1 | (x < t); }",
+    },
     "scores": {
         "inline float power_of_two(float y)": "{ const float z = exp2f(y); return z < 1.18e-38f ? 0 : z; }",
         "inline float largest_or_nan(float x, float y)": "{ return x != x || y != y ? x + y : x < y ? y : x; }",

@@ -131,6 +131,39 @@ def test_options_and_hard_rows(number: int, folder: Path) -> None:
     check(a_call(x, k, 2, bias=a_bias(experts) if number % 2 else None, mask=mask, **OPTIONS[number]), folder)
 
 
+@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus", "softmax"])
+@pytest.mark.parametrize(
+    ("experts", "groups", "dtype", "group_score"),
+    [(128, 4, torch.float32, "top2_sum"), (96, 6, torch.bfloat16, "top2_sum"), (160, 5, torch.float32, "max")],
+)  # fmt: skip
+def test_groups_of_adjacent_lanes(
+    score: str, experts: int, groups: int, dtype: torch.dtype, group_score: str, folder: Path
+) -> None:
+    """Their scores are merged by shuffles; those of a sigmoid with a bias are first computed with errors."""
+    generator = torch.Generator().manual_seed(2)
+    units = torch.randint(-1, 2, (40, experts), generator=generator)
+    close = logits(40, experts).mul(16).round().div(16) * (1 + units * 6e-8)
+    x = torch.cat([hard_rows(experts), close, logits(24, experts)]).to(dtype)
+    for bias in (a_bias(experts), torch.zeros(experts), torch.full((experts,), 1e4), None):
+        call = a_call(x, 5, 2, bias=bias, score=score, groups=groups, group_k=2, group_score=group_score)
+        shape = source.shape_of(
+            call.rule, str(dtype)[6:], cuda.width_of(x), source.flags_of(call), 40, 2, KNOWN["h100"]
+        )
+        assert shape is not None
+        assert shape.group_lanes
+        check(call, folder)
+
+
+def test_equal_keys_of_a_token_that_a_block_shares(folder: Path) -> None:
+    check(a_call(logits(6, 1200).round(), 6), folder)
+
+
+def test_keys_with_errors_and_no_groups(folder: Path) -> None:
+    x = torch.cat([hard_rows(60), logits(24, 60).round()])
+    for bias in (a_bias(60), torch.zeros(60), torch.linspace(-1e-6, 1e-6, 60)):
+        check(a_call(x, 6, 2, bias=bias, score="sigmoid"), folder)
+
+
 def a_bias(experts: int) -> Tensor:
     """A bias that excludes two experts."""
     bias = torch.linspace(-1, 1, experts)[torch.arange(experts) * 7 % experts].contiguous()

@@ -1,16 +1,21 @@
 // The numbers by which experts are chosen, equal to those of selection.py to the last bit: every operation is rounded.
 
+// The smaller number; NaN where one of both is NaN.
+__device__ inline float smallest_or_nan(float x, float y) {
+    float z; asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y)); return z;
+}
+
 // 2^y for y in [-125, 125], to which y is bounded; NaN for NaN.
 __device__ inline float bounded_power(float y) {
     constexpr float ROUND = 12582912.0f;   // 1.5 * 2^23: a sum with it is rounded to a whole number
     constexpr float of[] = {POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6};
-    const float bounded = fmin(fmax(y, -125.0f), 125.0f), sum = __fadd_rn(bounded, ROUND);
+    const float bounded = smallest_or_nan(largest_or_nan(y, -125.0f), 125.0f), sum = __fadd_rn(bounded, ROUND);
     const float f = __fadd_rn(bounded, -__fadd_rn(sum, -ROUND));
     float power = of[6];
 #pragma unroll
     for (int i = 5; i >= 0; --i) power = __fadd_rn(__fmul_rn(power, f), of[i]);
-    // The shift leaves the whole number, which is added to the exponent.
-    return y == y ? __uint_as_float(__float_as_uint(power) + (__float_as_uint(sum) << 23)) : y;
+    // The shift leaves the whole number, which becomes an exponent; the product is exact.
+    return __fmul_rn(power, __uint_as_float((__float_as_uint(sum) << 23) + 0x3f800000u));
 }
 __device__ inline float exactly_exp(float x) { return bounded_power(__fmul_rn(x, float(LOG2_E))); }
 
@@ -28,7 +33,7 @@ __device__ inline float exact_score(float x, const Of& token) {
         const float e = exact_softmax(x, token.m);
         return HAS_BIAS ? e / token.sum : e;
     }
-    if (SELECTION == Score::SIGMOID) return 1 / __fadd_rn(1, exactly_exp(-x));
+    if (SELECTION == Score::SIGMOID) return reciprocal(__fadd_rn(1, exactly_exp(-x)));
     constexpr float half_log[] = {HALF_LOG_0, HALF_LOG_1, HALF_LOG_2, HALF_LOG_3, HALF_LOG_4};
     const float t = exactly_exp(-fabs(x)), u = t / __fadd_rn(2, t), v = __fmul_rn(u, u);
     float log = half_log[4];
@@ -42,6 +47,16 @@ __device__ inline float choice_of(float x, float bias, const Of& token) {
     if (!HAS_BIAS) return x;
     return x == -INF ? -INF : __fadd_rn(exact_score(x, token), bias);
 }
+
+// Sigmoids with a bias are first computed in seven instructions; exactly, each takes thirty.  Both have the same exponent.
+// The power is wrong by less than 2^-21, the score by less than 1e-6, and the key by less than half of error_of_key: the
+// product is -inf for -inf, and at most 5e-7 otherwise.  Where such errors may decide, keys are computed exactly.
+constexpr bool NEARLY = SHORT && HAS_BIAS && SELECTION == Score::SIGMOID && (!GROUPED || GROUP_LANES > 0);
+__device__ inline float near_choice(float x, float bias) {
+    constexpr float LEAST = 1.4e-45f;
+    return fma(fmin(x, 0.0f), LEAST, rough_reciprocal(1 + power_of_two(-x * float(LOG2_E))) + bias);
+}
+__device__ inline float error_of_key(float key) { return fma(fabs(key), 1e-6f, 4e-6f); }
 
 // The number that an expert adds to the score of its group.
 __device__ inline float value_of(float x, float choice, const Of& token) {

@@ -23,9 +23,9 @@ constexpr bool ROW = SOFTMAX || HAS_DPROB_SUMS;
 // The derivative of the score of a logit; not of softmax.
 __device__ inline float slope(float x) {
     if (SCORE == Score::IDENTITY) return 1;
-    const float t = exp(-fabs(x)), sigmoid = (x < 0 ? t : 1) / (1 + t);
-    if (SCORE == Score::SIGMOID) return t / ((1 + t) * (1 + t));
-    return x < -15 ? 0.5f * score(x) : sigmoid / (2 * score(x));
+    const float t = exp(-fabs(x)), inverse = reciprocal(1 + t);
+    if (SCORE == Score::SIGMOID) return t * inverse * inverse;
+    return x < -15 ? 0.5f * score(x) : (x < 0 ? t : 1) * inverse / (2 * score(x));
 }
 
 // Adds what the chosen experts get to the row of shared memory; returns the sum of q * dq, with q as in reference.py.
@@ -94,10 +94,12 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
     const bool whole = has_whole_chunks(experts);
 #pragma unroll
     for (int i = 0; i < (HAS_DWEIGHTS ? ITEMS : 0); ++i) spread[expert_of(i)] = 0;
+    wait_for_kernel_before();
     const int tokens = int(p.tokens), step = token_step(int(p.parts));
     for (int first = first_token(part, int(p.parts)); first < tokens; first += step) {
         const int place = first + token_of_team();
-        const int64 token = sequence * tokens + min(place, tokens - 1);
+        // From the last token on: where the gradient follows soon, the L2 cache still has what route has read last.
+        const int64 token = sequence * tokens + max(tokens - 1 - place, 0);
         const X* const row = p.x + token * p.stride;
         const int* const indices = p.indices + token * K;
         const auto load = [&](int j) {

@@ -12,15 +12,20 @@ constexpr int AT_ONCE = TEAM < 32 ? 32 / TEAM : 1, UNITS = TEAM > 32 ? 1 : WARPS
 // The first token of a warp of part `part` of a sequence; the warps of all blocks take turns, and each takes every
 // step-th one.  So all multiprocessors have tokens until the end.
 __device__ inline int first_token(int part, int parts) {
-    return ((TEAM > 32 ? 0 : int(threadIdx.x) / 32) * parts + part) * AT_ONCE;
+    return ((TEAM > 32 ? 0 : int(threadIdx.x / 32)) * parts + part) * AT_ONCE;
 }
 __device__ inline int token_step(int parts) { return UNITS * parts * AT_ONCE; }
-__device__ inline int token_of_team() { return TEAM > 32 ? 0 : int(threadIdx.x) % 32 / TEAM; }
+__device__ inline int token_of_team() { return TEAM > 32 ? 0 : int(threadIdx.x % 32 / TEAM); }
 
 // The expert of a lane's item i: that of its first item, and a constant distance from there on.
-__device__ inline int first_expert() { return int(threadIdx.x) % TEAM * WIDTH; }
+__device__ inline int first_expert() { return int(threadIdx.x % TEAM * WIDTH); }
 __device__ constexpr int distance_of(int i) { return i / WIDTH * TEAM * WIDTH + i % WIDTH; }
 __device__ inline int expert_of(int i) { return first_expert() + distance_of(i); }
+
+// The first expert, for addresses: where the compiler sees that a sum is an OR, it computes the address of each load.
+__device__ inline unsigned first_of_addresses() {
+    unsigned first = unsigned(first_expert()); asm("" : "+r"(first)); return first;
+}
 
 // A bit for each item of the lane that is an expert: only the last chunk may lie behind the row's end.
 __device__ inline bool has_whole_chunks(int experts) { return expert_of(ITEMS - WIDTH) < experts; }
@@ -33,7 +38,7 @@ template <class T> __device__ inline void load_row(float (&z)[ITEMS], const T* r
     constexpr int UNIT = WIDTH * sizeof(T) <= 16 ? WIDTH : 16 / sizeof(T);
     Chunk<T, WIDTH> chunks[CHUNKS];
     const bool whole = has_whole_chunks(experts);
-    const T* const own = row + first_expert();   // constant distances from one address
+    const T* const own = row + first_of_addresses();
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
         if (c < CHUNKS - 1 || whole) load<UNIT, CachePolicy::NORMAL>(chunks[c], own + distance_of(c * WIDTH), 1);

@@ -16,6 +16,8 @@ struct Route {
 };
 
 // The memory of a team: its list, then its k keys if the list is short, then what groups of experts need.
+//
+// A list has 64-bit words; a packed one (choose.cuh) has CAPACITY keys of 32 bits, then their experts.
 struct TeamMemory {
     uint64* list;
     uint64* chosen;
@@ -23,7 +25,7 @@ struct TeamMemory {
     float* scores;
 };
 
-// Keys of the list: the word of a choice, then the inverted expert.  They are below 2^63.
+// Keys of chosen experts: the word of a choice, then the inverted expert.
 constexpr int EXPERT_BITS = 13;
 constexpr unsigned LAST_EXPERT = (1 << EXPERT_BITS) - 1;
 __device__ inline uint64 list_key(unsigned word, int expert) {
@@ -32,9 +34,18 @@ __device__ inline uint64 list_key(unsigned word, int expert) {
 __device__ inline int expert_of_key(uint64 key) { return int(LAST_EXPERT - (unsigned(key) & LAST_EXPERT)); }
 __device__ inline unsigned word_of_key(uint64 key) { return unsigned(key >> EXPERT_BITS); }
 
-// rank + (a > own), for keys of the list, in three instructions.
-__device__ inline unsigned add_above(unsigned rank, uint64 a, uint64 own) {
-    return rank + (unsigned((own - a) >> 32) >> 31);
+// In a packed list, keys of 32 bits: of 16-bit logits, which differ in the high bits, with the expert in the low ones.
+constexpr bool HAS_PLACE = sizeof(X) == 2 && !HAS_BIAS;
+__device__ inline unsigned short_key(unsigned word, int expert) {
+    return HAS_PLACE ? (word & ~LAST_EXPERT) | (LAST_EXPERT - expert) : word;
+}
+
+__device__ inline unsigned word_of_short(unsigned key) { return key >> 31 ? key & ~LAST_EXPERT : key | LAST_EXPERT; }
+
+// rank + (a > own).
+__device__ inline unsigned add_above(unsigned rank, unsigned a, unsigned own) {
+    asm("{\n\t.reg .u32 sum;\n\tadd.cc.u32 sum, %1, %2;\n\taddc.u32 %0, %0, 0;\n\t}" : "+r"(rank) : "r"(a), "r"(~own));
+    return rank;
 }
 
 // mask * 2 + (x < t), for t > -inf but 0; a NaN is not below t.  The sign of x - t is right, but -0 - 0 is -0.
@@ -42,29 +53,115 @@ __device__ inline unsigned shift_in_below(unsigned mask, float x, float t) {
     return __funnelshift_r(__float_as_uint(x - t), mask, 31);
 }
 
-// Puts the larger of two heads first.
-template <int A, int B> __device__ inline void order(float (&heads)[HEADS]) {
-    const float a = heads[A], b = heads[B];
-    heads[A] = fmax(a, b), heads[B] = fmin(a, b);
+// Puts the larger of two numbers first.
+__device__ inline void order(float& a, float& b) {
+    const float larger = fmax(a, b);
+    b = fmin(a, b), a = larger;
 }
 
 // Sorts the heads, the largest first, by a network.
 __device__ inline void sort_heads(float (&heads)[HEADS]) {
+    constexpr int OF_8[][2] = {{0, 2}, {1, 3}, {4, 6}, {5, 7}, {0, 4}, {1, 5}, {2, 6}, {3, 7}, {0, 1}, {2, 3},
+                               {4, 5}, {6, 7}, {2, 4}, {3, 5}, {1, 4}, {3, 6}, {1, 2}, {3, 4}, {5, 6}};
+    constexpr int OF_4[][2] = {{0, 2}, {1, 3}, {0, 1}, {2, 3}, {1, 2}};
     if constexpr (HEADS == 8) {
-        order<0, 2>(heads), order<1, 3>(heads), order<4, 6>(heads), order<5, 7>(heads);
-        order<0, 4>(heads), order<1, 5>(heads), order<2, 6>(heads), order<3, 7>(heads);
-        order<0, 1>(heads), order<2, 3>(heads), order<4, 5>(heads), order<6, 7>(heads);
-        order<2, 4>(heads), order<3, 5>(heads), order<1, 4>(heads), order<3, 6>(heads);
-        order<1, 2>(heads), order<3, 4>(heads), order<5, 6>(heads);
+#pragma unroll
+        for (int i = 0; i < 19; ++i) order(heads[OF_8[i][0]], heads[OF_8[i][1]]);
     } else if constexpr (HEADS == 4) {
-        order<0, 2>(heads), order<1, 3>(heads), order<0, 1>(heads), order<2, 3>(heads), order<1, 2>(heads);
+#pragma unroll
+        for (int i = 0; i < 5; ++i) order(heads[OF_4[i][0]], heads[OF_4[i][1]]);
     } else if constexpr (HEADS == 2) {
-        order<0, 1>(heads);
+        order(heads[0], heads[1]);
     }
 }
 
-// The K-th largest of the HEADS maxima of each lane's items, equal ones of several lanes counted once; -inf if there are
-// fewer.  `largest` becomes the first one.
+// Lists of the largest heads are sorted by falling size: each has LENGTH of them, HELD in each of LISTED adjacent lanes.
+constexpr int LENGTH = K > 8 ? 16 : K > 4 ? 8 : K > 2 ? 4 : K;
+constexpr bool LONG_HEADS = HEADS >= LENGTH;   // a lane has heads for a list
+constexpr int HELD = LENGTH == 1 ? 1 : LONG_HEADS ? LENGTH / 2 : HEADS, LISTED = LENGTH / HELD;
+
+// Sorts lists over `lanes` lanes that first rise and then fall, or the other way.
+__device__ inline void sort_bitonic(float (&heads)[HEADS], int lanes) {
+#pragma unroll
+    for (int step = lanes / 2; step; step /= 2)
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            const float other = across(heads[i], step);
+            heads[i] = threadIdx.x & step ? fmin(heads[i], other) : fmax(heads[i], other);
+        }
+#pragma unroll
+    for (int step = HELD / 2; step; step /= 2)
+#pragma unroll
+        for (int i = 0; i < HELD; ++i)
+            if (!(i & step)) order(heads[i], heads[i + step]);
+}
+
+// The number of each place, and the one across `mask` that has the same distance from the other end of COUNT numbers.
+template <int COUNT, class Use> __device__ inline void with_mirrored(float (&heads)[HEADS], int mask, const Use& use) {
+    float others[COUNT];
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) others[i] = across(heads[COUNT - 1 - i], mask);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) heads[i] = use(heads[i], others[i]);
+}
+
+// The LENGTH-th largest of the sorted heads of a team in a warp, or the K-th one.
+//
+// Of two lists, the larger numbers of each place in one and its mirrored place in the other are the LENGTH largest.
+__device__ inline float threshold_of_lists(float (&heads)[HEADS]) {
+    const auto larger = [](float a, float b) { return fmax(a, b); };
+    const auto ordered = [](int bit) {
+        return [bit](float a, float b) { return threadIdx.x & bit ? fmin(a, b) : fmax(a, b); };
+    };
+    if (LENGTH > TEAM * HEADS) return -INF;
+    if (TEAM == 1) return heads[K <= HEADS ? K - 1 : 0];
+    float t = INF;
+    if (LONG_HEADS && (TEAM == 2 || LENGTH == 1)) {
+        if (LENGTH == 1) {
+#pragma unroll
+            for (int step = TEAM / 2; step; step /= 2) heads[0] = fmax(heads[0], across(heads[0], step));
+            return heads[0];
+        }
+        // Each lane has one half of the places.
+#pragma unroll
+        for (int i = 0; i < (K + 1) / 2; ++i) t = fmin(t, fmax(heads[i], across(heads[K - 1 - i], 1)));
+        return fmin(t, across(t, 1));
+    }
+    if constexpr (LONG_HEADS) {
+        float others[HELD];
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) others[i] = across(heads[LENGTH - 1 - i], 1);
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) heads[i] = fmax(heads[i], others[i]);
+        with_mirrored<HELD>(heads, 1, ordered(1));
+        sort_bitonic(heads, 1);
+    } else {
+#pragma unroll
+        for (int lanes = 1; lanes < LISTED; lanes *= 2) {
+            with_mirrored<HELD>(heads, 2 * lanes - 1, ordered(lanes));
+            sort_bitonic(heads, lanes);
+        }
+    }
+#pragma unroll
+    for (int step = LISTED; step < TEAM / 2; step *= 2) {
+        with_mirrored<HELD>(heads, step | (LISTED - 1), larger);
+        sort_bitonic(heads, LISTED);
+    }
+    if (TEAM > LISTED) {
+        constexpr int MASK = TEAM / 2 | (LISTED - 1);
+#pragma unroll
+        for (int i = 0; i < (HELD + 1) / 2; ++i) t = fmin(t, fmax(heads[i], across(heads[HELD - 1 - i], MASK)));
+        t = fmin(t, across(t, MASK));
+    } else {
+        t = heads[HELD - 1];
+    }
+#pragma unroll
+    for (int step = 1; step < LISTED; step *= 2) t = fmin(t, across(t, step));
+    return t;
+}
+
+// The K-th largest of the HEADS maxima of each lane's items, or a smaller one; -inf if there are fewer.  `largest`
+// becomes the first one.
 __device__ inline float threshold_of(const float (&keys)[ITEMS], Board& board, float& largest) {
     float heads[HEADS];
 #pragma unroll
@@ -76,6 +173,7 @@ __device__ inline float threshold_of(const float (&keys)[ITEMS], Board& board, f
     for (int i = 0; i < HEADS; ++i) heads[i] = fmax(heads[i], -INF);
     sort_heads(heads);
     float top = largest = fold_team<Maximum>(heads[0], board);
+    if constexpr (TEAM <= 32) return threshold_of_lists(heads);
 #pragma unroll (K <= 8 ? K : 1)
     for (int j = 1; j < K; ++j) {
         const bool own = heads[0] == top;
@@ -86,12 +184,13 @@ __device__ inline float threshold_of(const float (&keys)[ITEMS], Board& board, f
     return top;
 }
 
-// The items whose keys are no smaller than the K-th largest maximum, as bits.
-__device__ inline unsigned items_by_maxima(
+// The items whose keys are no smaller than the K-th largest maximum, as bits; or may be, if the keys have errors.
+template <bool NEAR = false> __device__ inline unsigned items_by_maxima(
     const float (&keys)[ITEMS], unsigned items, Board& board, float& largest
 ) {
     float t = threshold_of(keys, board, largest);
     if (!(t > -INF)) return items;
+    if (NEAR) t -= error_of_key(t);
     if (t == 0) t = -1e-45f;   // shift_in_below takes no 0; no float32 number lies between
     unsigned below = 0;
 #pragma unroll
@@ -151,152 +250,4 @@ __device__ inline unsigned items_by_bits(float (&keys)[ITEMS], unsigned items, B
         keys[i] = items >> i & 1 ? score_of_word(word) : -INF;
     }
     return hits & items;
-}
-
-// The sum of the one or two largest values of a group; -inf does not count beside a number, and NaN is the largest.
-__device__ inline float sum_of_two(const float* values, int size, int64 top) {
-    float first = -INF, second = -INF;
-    bool has_nan = false;
-#pragma unroll 4
-    for (int i = 0; i < size; ++i) {
-        const float x = values[i];
-        second = fmax(second, fmin(first, x)), first = fmax(first, x), has_nan |= x != x;
-    }
-    if (has_nan) return NOT_A_NUMBER;
-    return top == 1 || second == -INF ? first : __fadd_rn(first, second);
-}
-
-// The same of any number of values: each pass finds the next one.
-__device__ inline float sum_of_top(const float* values, int size, int64 top) {
-    float sum = 0;
-    uint64 before = 0;
-#pragma unroll 1
-    for (int j = 0; j < top; ++j) {
-        uint64 best = 0;
-#pragma unroll 4
-        for (int i = 0; i < size; ++i) {
-            const uint64 key = uint64(word_of_choice(values[i])) << 32 | unsigned(~i);
-            if (key > best && (j == 0 || key < before)) best = key;
-        }
-        const float value = values[~unsigned(best)];
-        before = best;
-        sum = j == 0 ? value : __fadd_rn(sum, value == -INF ? 0 : value);
-    }
-    return sum;
-}
-
-// Leaves the items of the groups of experts with the largest scores.
-__device__ inline unsigned items_of_groups(
-    const Route& p, const float (&z)[ITEMS], const float (&keys)[ITEMS], unsigned items, const Of& token,
-    const TeamMemory& memory
-) {
-    const int lane = threadIdx.x % TEAM, groups = int(p.groups), size = int(p.experts) / groups;
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-        if (items >> i & 1) memory.values[expert_of(i)] = value_of(z[i], keys[i], token);
-    sync_team();
-#pragma unroll 1
-    for (int group = lane; group < groups; group += TEAM) {
-        const float* const values = memory.values + group * size;
-        const int64 top = p.group_top;
-        memory.scores[group] = top <= 2 ? sum_of_two(values, size, top) : sum_of_top(values, size, top);
-    }
-    sync_team();
-#pragma unroll 1
-    for (int group = lane; group < groups; group += TEAM) {
-        const unsigned own = word_of_choice(memory.scores[group]);
-        int rank = 0;
-#pragma unroll 4
-        for (int i = 0; i < groups; ++i) {
-            const unsigned other = word_of_choice(memory.scores[i]);
-            rank += other > own || (other == own && i < group);
-        }
-        // The values are read no more: the first one of a group tells whether the group is kept.
-        memory.values[group * size] = rank < p.group_k;
-    }
-    sync_team();
-#pragma unroll
-    for (int i = 0; i < ITEMS; ++i)
-        if (items >> i & 1) {
-            const int group = int(expert_of(i) * uint64(p.group_inverse) >> 32);   // expert / size
-            if (!memory.values[group * size]) items &= ~(1u << i);
-        }
-    sync_team();
-    return items;
-}
-
-// Sorts the team's list of `count` keys, the largest first, and returns where its first K keys are.
-__device__ inline const uint64* sort_list(const TeamMemory& memory, int count) {
-    const int lane = threadIdx.x % TEAM;
-    if (SHORT) {
-        // The list has no equal keys: the rank of a key is its place.
-        constexpr int EACH = (3 * K / 2 + TEAM - 1) / TEAM;   // the list is rarely longer
-#pragma unroll 1
-        for (int first = lane; first < count; first += EACH * TEAM) {
-            uint64 own[EACH];
-            unsigned rank[EACH];
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                own[i] = first + i * TEAM < count ? memory.list[first + i * TEAM] : 0, rank[i] = 0;
-#pragma unroll 1
-            for (int j = 0; j < count; j += 2) {
-                const uint64 a = memory.list[j], b = memory.list[j + 1];
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) rank[i] = add_above(add_above(rank[i], a, own[i]), b, own[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < EACH; ++i)
-                if (own[i] && rank[i] < K) memory.chosen[rank[i]] = own[i];
-        }
-        sync_team();
-        return memory.chosen;
-    }
-#pragma unroll 1
-    for (int j = count + lane; j < CAPACITY; j += TEAM) memory.list[j] = 0;
-    sync_team();
-#pragma unroll 1
-    for (int run = 2; run <= CAPACITY; run *= 2)
-#pragma unroll 1
-        for (int step = run / 2; step; step /= 2) {
-#pragma unroll 1
-            for (int i = lane; i < CAPACITY / 2; i += TEAM) {
-                const int a = 2 * i - (i & (step - 1)), b = a + step;
-                const uint64 first = memory.list[a], second = memory.list[b];
-                if ((first < second) == !(a & run)) memory.list[a] = second, memory.list[b] = first;
-            }
-            sync_team();
-        }
-    return memory.list;
-}
-
-// The K chosen experts of a token, as keys of the list.
-//
-// keys: those of the lane's items, and -inf for experts that cannot be chosen; `largest` becomes the largest one of
-// them if the list is short.
-__device__ inline const uint64* choose(
-    const Route& p, const X* row, float (&keys)[ITEMS], unsigned items, const Of& token, const TeamMemory& memory,
-    Board& board, float& largest
-) {
-    const int lane = threadIdx.x % TEAM;
-    unsigned hits = SHORT ? items_by_maxima(keys, items, board, largest) : items_by_bits(keys, items, board);
-    int count, at = sum_before(__popc(hits), count, board);
-    if (SHORT && !all_teams(count <= CAPACITY)) {
-        hits = items_by_bits(keys, items, board);
-        at = sum_before(__popc(hits), count, board);
-    }
-#pragma unroll 1
-    for (; hits; hits &= hits - 1, ++at) {
-        const unsigned item = __ffs(hits) - 1;
-        memory.list[at] = first_expert() + item / WIDTH * TEAM * WIDTH + item % WIDTH;
-    }
-    sync_team();
-#pragma unroll 1
-    for (int j = lane; j < count; j += TEAM) {
-        const int expert = int(memory.list[j]);
-        const float key = choice_of(wide(row[expert]), HAS_BIAS ? p.bias[expert] : 0, token);
-        memory.list[j] = list_key(word_of_choice(key), expert);
-    }
-    if (SHORT && lane == 0) memory.list[count] = 0;   // keys are read in pairs
-    sync_team();
-    return sort_list(memory, count);
 }

@@ -27,7 +27,7 @@ SHARED = (
 
 FILES = (
     *SHARED,
-    *((name, str(__package__)) for name in ("lanes", "weights", "choices", "select", "route")),
+    *((name, str(__package__)) for name in ("lanes", "weights", "choices", "select", "groups", "choose", "route")),
 )
 """Files of the kernel, in the order of inclusion."""
 
@@ -49,7 +49,7 @@ THREADS = 256
 """Threads of a block of few tokens, or of a gradient, unless a token takes a block."""
 
 MANY_THREADS = 768
-"""Threads of a multiprocessor that registers suffice for, and of the blocks of many tokens.
+"""Threads of the blocks of many tokens, and of a multiprocessor, unless many_threads says otherwise.
 
 Large blocks are few, and add counts to the same words: 256 blocks took 6 microseconds for it at 4096 x 256 on an H100.
 """
@@ -75,6 +75,7 @@ class Shape(NamedTuple):
         resident: Blocks of a multiprocessor that its registers suffice for.
         capacity: Keys of a team's list.
         heads: Maxima of a lane that give the threshold of the list; 0 where bits give it.
+        group_lanes: Lanes of whose loads each has one group of experts; 0 where groups go through shared memory.
         score, selection: Scores of the weights and of the choice.
         renormalize: As in Rule.
         flags: Names of the constants that are true among FLAGS.
@@ -89,6 +90,7 @@ class Shape(NamedTuple):
     resident: int
     capacity: int
     heads: int
+    group_lanes: int
     score: Score
     selection: Score
     renormalize: bool
@@ -180,24 +182,36 @@ def shape_of(
         heads *= 2
     if k > FEW or (experts > 2 * FEW and 2 * k > team * heads):
         heads = 0
+    group_lanes = group_lanes_of(rule, width, team, chunks) if "GROUPED" in flags else 0
     most = 1 << (experts - 1).bit_length()
-    capacity = min(max(16, 1 << (2 * k - 1).bit_length()), max(most, 2))
-    # A thread needs more registers if it holds sums of probabilities too, or ranks many keys.
-    heavy = "PROB_SUMS" in flags or 3 * k > 8 * team
-    many = MANY_THREADS * 2 // 3 if heavy else MANY_THREADS
+    capacity = min(max(16, 1 << (2 * k - 1).bit_length()), max(most, 4))
+    many = many_threads(k, width, team, chunks, flags)
     # Few tokens are spread over more multiprocessors.
     few = sequences * tokens * team <= device.multiprocessors * THREADS
     threads = team if team > 32 else THREADS if few else many
     while threads % max(team, 32) == 0:
         resident = max(many // threads, 1)
         shape = Shape(
-            dtype, k, width, team, chunks, threads, resident, capacity, heads, rule.score, rule.selection,
-            rule.renormalize, flags,
+            dtype, k, width, team, chunks, threads, resident, capacity, heads, group_lanes, rule.score,
+            rule.selection, rule.renormalize, flags,
         )  # fmt: skip
         if dynamic_bytes(shape, rule) + 1024 <= device.shared_memory:
             return shape
         threads //= 2
     return None
+
+
+def many_threads(k: int, width: int, team: int, chunks: int, flags: frozenset[str]) -> int:
+    """Threads of a multiprocessor that registers suffice for; the arguments are as in Shape."""
+    items, plain = chunks * width, flags.isdisjoint({"HAS_BIAS", "GROUPED"})
+    # A thread holds sums of probabilities too, or ranks many keys.
+    if 3 * k > 8 * team or ("PROB_SUMS" in flags and items > MOST_ITEMS // 2):
+        return 512
+    if "PROB_SUMS" in flags:
+        # 65536 x 256 in 8 groups took 0.91 of the time with more threads on an H100; 16-bit logits need more registers.
+        return 640 if width <= 4 else 512
+    # 65536 x 384 in bfloat16 took 0.95 of the time with more threads; 65536 x 256, with 32 logits a lane, took 1.03.
+    return 896 if plain and width > 4 and items <= MOST_ITEMS * 3 // 4 else MANY_THREADS
 
 
 def parts_of(shape: Shape, tokens: int, sequences: int, device: Device) -> int:
@@ -214,18 +228,26 @@ def team_of(experts: int, width: int, most: int) -> tuple[int, int]:
     return team, -(-experts // (team * width))
 
 
+def group_lanes_of(rule: Rule, width: int, team: int, chunks: int) -> int:
+    """Lanes that have the experts of one group in each of their loads; 0 where a group is not such lanes."""
+    size = rule.experts // rule.groups
+    lanes = size // width if size % width == 0 else 0
+    is_power, few = lanes & (lanes - 1) == 0, rule.group_top <= 2 and team <= 32
+    return lanes if is_power and few and 1 << (chunks - 1).bit_length() <= lanes <= team else 0
+
+
 def team_words(shape: Shape, rule: Rule) -> int:
-    """64-bit words of shared memory of a team; an odd number, so that teams begin in different banks."""
-    words = shape.capacity + 1 + (rule.k if shape.heads else 0)
-    if "GROUPED" in shape.flags:
+    """64-bit words of shared memory of a team; twice an odd number, so that teams begin in different banks."""
+    words = shape.capacity + (rule.k if shape.heads else 0)
+    if "GROUPED" in shape.flags and not shape.group_lanes:
         words += -(-(rule.experts + rule.groups) // 2)
-    return words | 1
+    return 2 * (-(-words // 2) | 1)
 
 
 def dynamic_bytes(shape: Shape, rule: Rule) -> int:
     """Bytes of shared memory: counts, then the memory of the teams, in whose place the sums of the warps lie later."""
     of_sums = (1 if shape.team > 32 else shape.threads // 32) * rule.experts * 4 if "PROB_SUMS" in shape.flags else 0
-    return 8 * -(-rule.experts // 2) + max(8 * shape.teams * team_words(shape, rule), of_sums)
+    return 16 * -(-rule.experts // 4) + max(8 * shape.teams * team_words(shape, rule), of_sums)
 
 
 def numbers_of(shape: Shape, rule: Rule, stride: int, tokens: int, parts: int) -> tuple[int, ...]:
@@ -259,7 +281,7 @@ def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int
     """The launch of a kernel; the arguments are those of `numbers_of`, and the number of sequences."""
     numbers = numbers_of(shape, rule, stride, tokens, parts)
     return OwnLaunch(
-        source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, dynamic_bytes(shape, rule)
+        source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, dynamic_bytes(shape, rule), waits=True
     )  # fmt: skip
 
 
@@ -282,7 +304,7 @@ def prologue(shape: Shape) -> str:
     numbers: dict[str, bool | int] = {
         "WIDTH": shape.width, "TEAM": shape.team, "CHUNKS": shape.chunks, "THREADS": shape.threads,
         "RESIDENT": shape.resident, "CAPACITY": shape.capacity, "SHORT": shape.heads > 0,
-        "HEADS": max(shape.heads, 1), "K": shape.k,
+        "HEADS": max(shape.heads, 1), "GROUP_LANES": shape.group_lanes, "K": shape.k,
         **{name: name in shape.flags for name in FLAGS},
     }  # fmt: skip
     coefficients = "".join(f"constexpr float HALF_LOG_{i} = {float(c)!r}f;\n" for i, c in enumerate(HALF_LOG))

@@ -41,11 +41,22 @@ template <class Load> struct ChosenExperts {
 // The factor for scores before they are divided by their sum: the reciprocal of the least sums would be infinite.
 __device__ inline float scale_up(float sum) { return sum < 1e-30f ? 0x1p100f : 1; }
 
+// 1 / x, nearly, for x from 1 to 2^126; 0 beyond.
+__device__ inline float rough_reciprocal(float x) {
+    float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
+}
+
+// 1 / x rounded correctly, for x from 1 to 2^126, and NaN for NaN: as a division, without its branch for other numbers.
+__device__ inline float reciprocal(float x) {
+    const float y = rough_reciprocal(x);
+    return fma(y, fma(-x, y, 1.0f), y);
+}
+
 // The score of a logit, up to rounding errors; not for softmax, whose scores need the whole row.
 __device__ inline float score(float x) {
     if (SCORE == Score::IDENTITY) return x;
     const float t = exp(-fabs(x));
-    if (SCORE == Score::SIGMOID) return (x < 0 ? t : 1) / (1 + t);
+    if (SCORE == Score::SIGMOID) return (x < 0 ? t : 1) * reciprocal(1 + t);
     // Below -15, log(1 + t) is t in float32.
     return x < -15 ? exp(x * 0.5f) : sqrt((x < 0 ? 0 : x) + log1p(t));
 }

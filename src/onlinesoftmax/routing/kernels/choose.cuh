@@ -1,0 +1,206 @@
+// The list of the experts of a token that may be chosen, which is sorted.
+
+// A short list is rarely longer than three halves of K.  A lane with few keys of it packs them into words of 32 bits and
+// ranks all at once.  With more keys, loops over words of 64 bits are less code: 65536 x 64 with K = 6 took 16
+// microseconds with them, and 20 with packed keys, on an H100.
+constexpr int UNIT = TEAM < 4 ? 4 : TEAM, AT_ONCE_KEYS = (3 * K / 2 + UNIT - 1) / UNIT * UNIT;
+constexpr int EACH = AT_ONCE_KEYS / TEAM;
+constexpr bool PACKED = SHORT && EACH <= 4;
+
+struct alignas(16) FourKeys {
+    unsigned of[4];
+};
+
+// Writes the first K keys of a packed list of `count` experts to the places of their ranks.  It reads four at a time.
+template <class WordOf>
+__device__ inline void rank_list(const TeamMemory& memory, int count, const WordOf& word_of_expert) {
+    constexpr bool ONCE = AT_ONCE_KEYS >= CAPACITY;
+    unsigned* const keys = reinterpret_cast<unsigned*>(memory.list);
+    const unsigned* const experts = keys + CAPACITY;
+    const int lane = threadIdx.x % TEAM, end = ONCE ? CAPACITY : (count + 3) / 4 * 4;
+    const auto write = [&](int rank, unsigned key, int expert) {
+        if (rank < K) memory.chosen[rank] = list_key(HAS_PLACE ? word_of_short(key) : key, expert);
+    };
+    unsigned own[EACH], rank[EACH];
+    int expert[EACH];
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const int j = lane + i * TEAM;
+        expert[i] = j < count ? int(experts[j]) : 0, rank[i] = 0;
+    }
+    // Without a branch: the lane waits once for all its logits.  The key 0 is below all others.
+#pragma unroll
+    for (int i = 0; i < EACH; ++i) {
+        const unsigned key = short_key(word_of_expert(expert[i]), expert[i]);
+        own[i] = lane + i * TEAM < count ? key : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < EACH; ++i)
+        if (lane + i * TEAM < end) keys[lane + i * TEAM] = own[i];
+    bool fast = true;
+    if (!ONCE && !all_teams(count <= AT_ONCE_KEYS)) {
+        fast = false;
+#pragma unroll 1
+        for (int j = lane + AT_ONCE_KEYS; j < end; j += TEAM)
+            keys[j] = j < count ? short_key(word_of_expert(int(experts[j])), experts[j]) : 0;
+    }
+    sync_team();
+    if (fast) {
+#pragma unroll (ONCE ? CAPACITY / 4 : 1)
+        for (int j = 0; j < end; j += 4) {
+            const FourKeys four = reinterpret_cast<const FourKeys&>(keys[j]);
+#pragma unroll
+            for (int i = 0; i < 4 * EACH; ++i) rank[i / 4] = add_above(rank[i / 4], four.of[i % 4], own[i / 4]);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (own[i]) write(int(rank[i]), own[i], expert[i]);
+        sync_team();
+        if (HAS_PLACE) return;
+        // Equal keys have equal ranks: then there is another expert than the lane's own in a place.
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (own[i] && rank[i] < K && expert_of_key(memory.chosen[rank[i]]) != expert[i]) fast = false;
+        if (!any_lane(!fast)) return;
+    }
+#pragma unroll 1
+    for (int i = lane; i < count; i += TEAM) {
+        const unsigned key = keys[i];
+        const int of_key = int(experts[i]);
+        int before = 0;
+#pragma unroll 1
+        for (int j = 0; j < count; ++j) before += keys[j] > key || (keys[j] == key && int(experts[j]) < of_key);
+        write(before, key, of_key);
+    }
+    sync_team();
+}
+
+// Writes the first K of `count` different keys of 64 bits to the places of their ranks; the key after them is 0.
+__device__ inline void rank_words(const TeamMemory& memory, int count) {
+    constexpr int EACH = (3 * K / 2 + TEAM - 1) / TEAM;
+#pragma unroll 1
+    for (int first = threadIdx.x % TEAM; first < count; first += EACH * TEAM) {
+        uint64 own[EACH];
+        unsigned rank[EACH];
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            own[i] = first + i * TEAM < count ? memory.list[first + i * TEAM] : 0, rank[i] = 0;
+#pragma unroll 1
+        for (int j = 0; j < count; j += 2) {
+            const uint64 a = memory.list[j], b = memory.list[j + 1];
+            // Keys are below 2^63: the sign of a difference tells which one is larger.
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) rank[i] += unsigned((own[i] - a) >> 63) + unsigned((own[i] - b) >> 63);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            if (own[i] && rank[i] < K) memory.chosen[rank[i]] = own[i];
+    }
+    sync_team();
+}
+
+// Sorts the team's list of `count` keys, the largest first, for lists of any length.
+__device__ inline void sort_list(const TeamMemory& memory, int count) {
+    const int lane = threadIdx.x % TEAM;
+#pragma unroll 1
+    for (int j = count + lane; j < CAPACITY; j += TEAM) memory.list[j] = 0;
+    sync_team();
+#pragma unroll 1
+    for (int run = 2; run <= CAPACITY; run *= 2)
+#pragma unroll 1
+        for (int step = run / 2; step; step /= 2) {
+#pragma unroll 1
+            for (int i = lane; i < CAPACITY / 2; i += TEAM) {
+                const int a = 2 * i - (i & (step - 1)), b = a + step;
+                const uint64 first = memory.list[a], second = memory.list[b];
+                if ((first < second) == !(a & run)) memory.list[a] = second, memory.list[b] = first;
+            }
+            sync_team();
+        }
+}
+
+// The items that may be chosen, as bits: `count` of the team, `at` of them before those of the lane.  Returns false if
+// keys with errors do not suffice.
+template <bool NEAR> __device__ inline bool hits_of(
+    const Route& p, const float (&z)[ITEMS], unsigned items, const Of& token, const TeamMemory& memory, Board& board,
+    unsigned& hits, int& count, int& at
+) {
+    float keys[ITEMS], largest;
+    if (HAS_BIAS) load_row(keys, p.bias, int(p.experts), 0.0f);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {   // items behind the end of the row have the logit -inf
+        const float bias = HAS_BIAS ? keys[i] : 0;
+        keys[i] = NEAR ? near_choice(z[i], bias) : choice_of(z[i], bias, token);
+    }
+    bool sure = true;
+    if constexpr (GROUPED && NEAR) {
+        items = items_of_near_groups(p, keys, items, sure);
+    } else if constexpr (GROUPED) {
+        float values[ITEMS];
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) values[i] = value_of(z[i], keys[i], token);
+        if constexpr (GROUP_LANES > 0) items = items_of_groups(p, values, keys, items);
+        else items = items_of_any_groups(p, values, keys, items, memory);
+    }
+    hits = SHORT ? items_by_maxima<NEAR>(keys, items, board, largest) : items_by_bits(keys, items, board);
+    at = sum_before(__popc(hits), count, board);
+    const bool fits = !SHORT || all_teams(count <= CAPACITY);
+    if (NEAR) return fits && all_teams(sure);
+    if (!fits) {
+        hits = items_by_bits(keys, items, board);
+        at = sum_before(__popc(hits), count, board);
+    }
+    return true;
+}
+
+// The K chosen experts of a token, as keys of the list.
+//
+// z: logits of the lane's items; `largest` becomes the largest one if the list is short and keys are logits.
+__device__ inline const uint64* choose(
+    const Route& p, const X* row, float (&z)[ITEMS], unsigned items, const Of& token, const TeamMemory& memory,
+    Board& board, float& largest
+) {
+    const int lane = threadIdx.x % TEAM;
+    unsigned hits = 0;
+    int count, at;
+    if constexpr (HAS_BIAS || GROUPED) {
+        bool found = false;
+        if constexpr (NEARLY) found = hits_of<true>(p, z, items, token, memory, board, hits, count, at);
+        if (!found) hits_of<false>(p, z, items, token, memory, board, hits, count, at);
+    } else {
+        hits = SHORT ? items_by_maxima(z, items, board, largest) : items_by_bits(z, items, board);
+        at = sum_before(__popc(hits), count, board);
+        if (SHORT && !all_teams(count <= CAPACITY)) {
+            hits = items_by_bits(z, items, board);
+            at = sum_before(__popc(hits), count, board);
+        }
+    }
+    const auto word_of_expert = [&](int expert) {
+        return word_of_choice(choice_of(wide(row[expert]), HAS_BIAS ? p.bias[expert] : 0, token));
+    };
+    unsigned* const experts = reinterpret_cast<unsigned*>(memory.list) + CAPACITY;   // of a packed list
+#pragma unroll 1
+    for (; hits; hits &= hits - 1, ++at) {
+        const unsigned item = __ffs(hits) - 1, expert = first_expert() + item / WIDTH * TEAM * WIDTH + item % WIDTH;
+        if (PACKED) experts[at] = expert;
+        else memory.list[at] = expert;
+    }
+    sync_team();
+    if constexpr (PACKED) {
+        rank_list(memory, count, word_of_expert);
+        return memory.chosen;
+    }
+#pragma unroll 1
+    for (int j = lane; j < count; j += TEAM) {
+        const int expert = int(memory.list[j]);
+        memory.list[j] = list_key(word_of_expert(expert), expert);
+    }
+    if (SHORT && lane == 0 && count % 2) memory.list[count] = 0;   // keys are read in pairs
+    sync_team();
+    if constexpr (SHORT) {
+        rank_words(memory, count);
+        return memory.chosen;
+    }
+    sort_list(memory, count);
+    return memory.list;
+}
