@@ -22,7 +22,7 @@ import onlinesoftmax.jax as osj
 from onlinesoftmax import PlanError, explain
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.jax import cuda_call, custom_op
+from onlinesoftmax.jax import cuda_call, custom_op, plans
 from onlinesoftmax.jax.device import UNNAMED_GPU
 from onlinesoftmax.jax.linear import rows
 from onlinesoftmax.kernels.cuda import xla_handler
@@ -377,6 +377,6 @@ def test_programs_that_call_the_kernels_by_themselves(monkeypatch: pytest.Monkey
     ]
     exported = jax.export.export(jax.jit(step), platforms=["cuda"], disabled_checks=checks)(x)
     assert cuda_call.TARGET not in exported.mlir_module()
-    monkeypatch.setattr(xla_handler, "has_several_gpus", lambda: True)
+    monkeypatch.setattr(plans, "has_several_gpus", lambda: True)
     jax.clear_caches()
     assert cuda_call.TARGET not in lowered(step, cols)

@@ -46,6 +46,16 @@ def to_lower_for() -> Device:
     return gpu or UNNAMED_GPU
 
 
+def has_several_gpus() -> bool:
+    """Return True where JAX runs several GPUs from this process, which may see more of them."""
+    import jax
+
+    try:
+        return len(jax.local_devices(backend="cuda")) > 1
+    except RuntimeError:
+        return False
+
+
 def _name_in_mesh() -> str | None:
     """Return the name of the device that the mesh in use is made for, or None."""
     import jax

@@ -15,7 +15,7 @@ from ..ops import OPERATIONS
 from ..planner.measured import table_for
 from ..planner.plan import Planner
 from ..planner.strategies import FOR_JAX, FORCED_CUDA, JAX_WITH_CUDA, Strategies
-from .device import UNNAMED_GPU
+from .device import UNNAMED_GPU, has_several_gpus
 
 INTERPRETED_FOR = known("h200")
 """The GPU that plans are made for where Pallas kernels are interpreted."""
@@ -113,7 +113,7 @@ def _better_by_pallas(device: Device, task: Task, every_backend: bool) -> str | 
         return None
     if device.name == UNNAMED_GPU.name:
         return "JAX has no NVIDIA GPU, and the program names none"
-    if not every_backend and xla_handler.has_several_gpus():
+    if not every_backend and has_several_gpus():
         return "with several GPUs in one process, a launch may wait for Python's lock: backend='cuda' forces it"
     operation, problem = task.operation, Problem.of(task, False)
     if "mask" in task.tensors and not (operation.backward or operation.per_row):

@@ -53,14 +53,6 @@ def unavailable() -> str | None:
     return why_not_compiled()
 
 
-def has_several_gpus() -> bool:
-    """True where this process sees several GPUs (`driver.library_for_xla`)."""
-    try:
-        return driver.device_count() > 1
-    except (OSError, driver.DriverError):
-        return False
-
-
 class Interface(NamedTuple):
     """XLA's FFI as the header that jaxlib brings describes it.
 
