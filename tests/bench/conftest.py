@@ -11,4 +11,4 @@ from onlinesoftmax.core import device
 @pytest.fixture
 def planned_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """`explain` as on an H200, with whose numbers the interpreter's launches are planned."""
-    monkeypatch.setattr(explanation, "_this_device", lambda x: device.known("h200"))
+    monkeypatch.setattr(explanation, "_machine", lambda name, x, framework: device.known(name or "h200"))
