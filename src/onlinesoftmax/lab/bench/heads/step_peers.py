@@ -29,19 +29,12 @@ def clipped(logprob: Any, entropy: Any, lse: Any, advantage: Any, old: Any) -> A
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
 
 
-def mean_on_logits(case: Case) -> Function:
-    """The function (float32 logits, targets, *numbers of each token) -> mean loss by PyTorch's operations."""
+def losses_on_logits(logits: Any, target: Any, *per_token: Any) -> Any:
+    """The loss of each token by PyTorch's operations: cross-entropy, or that of a policy with its numbers."""
     import torch
-    from torch.nn import functional
 
-    if case.operation == TRAINING:
-        return functional.cross_entropy
-
-    def policy(logits: Any, target: Any, *per_token: Any) -> Any:
-        logprob = torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        return clipped(logprob, None, None, *per_token).mean()
-
-    return policy
+    logprob = torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return clipped(logprob, None, None, *per_token) if per_token else -logprob
 
 
 class Step(Peer):
@@ -108,8 +101,12 @@ class TorchStep(Step):
         """`linear`, then the loss in float32."""
         from torch.nn import functional
 
-        loss = mean_on_logits(case)
-        return lambda hidden, weight, *given: loss(functional.linear(hidden, weight).float(), *given)
+        def mean(logits: Any, *given: Any) -> Any:
+            if case.operation == TRAINING:
+                return functional.cross_entropy(logits, *given)
+            return losses_on_logits(logits, *given).mean()
+
+        return lambda hidden, weight, *given: mean(functional.linear(hidden, weight).float(), *given)
 
 
 class CompiledStep(TorchStep):

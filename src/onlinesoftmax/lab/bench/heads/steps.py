@@ -13,7 +13,7 @@ from ..result import CaseResult, Result
 from ..run import check_each, with_times
 from ..timing import Call, Clock
 from .step_cases import POLICY, StepCase
-from .step_peers import mean_on_logits
+from .step_peers import losses_on_logits
 
 KIND: Measures = "step time"
 
@@ -27,8 +27,8 @@ SPREAD = 3.0
 """Standard deviation of the logits: a few classes have most of the probability."""
 
 LOSS_ALLOWED, GRADIENT_ALLOWED = 2.0**-8, 2.0**-5
-"""Largest errors of a loss, and of the head's gradient in the norm, relative to those of float32 logits of the eager
-decoder's hidden states: a rounding of bfloat16, and a few of them."""
+"""Largest errors of a loss, relative to the mean size of a token's loss, and of the head's gradient in the norm, both
+beside float32 logits of the eager decoder's hidden states: a rounding of bfloat16, and a few of them."""
 
 AT_ONCE = 512
 """Tokens whose float32 logits these exact results take at a time."""
@@ -121,7 +121,7 @@ def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: f
     batch = make_batch(case, decoder, device)
     # A rate of 0: the optimizer does its work, and all steps find the same weights.
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=0.0, fused=device.type == "cuda")
-    right = _exact(case, decoder, batch)
+    right = _exact(decoder, batch)
 
     def check(peer: Peer) -> tuple[Result, Call]:
         loss = _loss(case, peer, decoder, batch)
@@ -145,27 +145,42 @@ def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:
     return torch.compile(loss, dynamic=False) if getattr(peer, "compiled", False) else loss
 
 
-def _exact(case: StepCase, decoder: Any, batch: Batch) -> tuple[float, Any]:
-    """The mean loss, and the gradient of the head, from float32 logits of some tokens at a time."""
+class Exact(NamedTuple):
+    """What a step has to find.
+
+    Attributes:
+        loss: The mean loss.
+        size: The mean size of a token's loss; those of a policy have both signs.
+        gradient: The gradient of the head.
+    """
+
+    loss: float
+    size: float
+    gradient: Any
+
+
+def _exact(decoder: Any, batch: Batch) -> Exact:
+    """The exact results, from float32 logits of some tokens at a time."""
     import torch
 
     with torch.no_grad():
-        hidden, weight, total = decoder(batch.tokens).float(), decoder.head.float().requires_grad_(), 0.0
-    mean, numbers = mean_on_logits(case), (hidden, batch.target, *batch.per_token)
-    for x, *given in zip(*(t.split(AT_ONCE) for t in numbers), strict=True):
-        loss = mean(x @ weight.t(), *given) * (len(x) / case.rows)
-        loss.backward()
-        total += loss.item()
-    return total, weight.grad
+        hidden, weight = decoder(batch.tokens).float(), decoder.head.float().requires_grad_()
+    found = []
+    for x, *given in zip(*(t.split(AT_ONCE) for t in (hidden, batch.target, *batch.per_token)), strict=True):
+        losses = losses_on_logits(x @ weight.t(), *given)
+        (losses.sum() / len(hidden)).backward()
+        found.append(losses.detach())
+    losses = torch.cat(found)
+    return Exact(float(losses.mean()), float(losses.abs().mean()), weight.grad)
 
 
-def _checked(peer: Peer, loss: Call, decoder: Any, optimizer: Any, right: tuple[float, Any]) -> tuple[Result, Call]:
+def _checked(peer: Peer, loss: Call, decoder: Any, optimizer: Any, right: Exact) -> tuple[Result, Call]:
     """The result of a way without times, and its step."""
     found = loss()
     found.backward()
-    exact, gradient = right
+    gradient = right.gradient
     errors = {
-        "loss": (abs(float(found.detach()) - exact) / abs(exact), LOSS_ALLOWED),
+        "loss": (abs(float(found.detach()) - right.loss) / right.size, LOSS_ALLOWED),
         "gradient of the head": (float((decoder.head.grad - gradient).norm() / gradient.norm()), GRADIENT_ALLOWED),
     }
     # No step follows a wrong gradient: with NaN it would spoil the weights of the ways after it.

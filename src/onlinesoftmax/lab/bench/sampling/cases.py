@@ -92,7 +92,7 @@ class DecodeCase(TokenCase):
     Example:
         >>> case = DecodeCase("sample", (64, 128256), 1, "bfloat16", asked="top-k 50", hidden=2048, layers=16)
         >>> str(case), f"{case.parameters:.2e}"
-        ('64 rows, 2048 -> 128256, 16 layers, top-k 50', '1.54e+09')
+        ('64 rows, 2048 -> 128256, 16 layers, top-k 50', '1.50e+09')
     """
 
     hidden: int = 1
@@ -104,7 +104,7 @@ class DecodeCase(TokenCase):
 
     def __str__(self) -> str:
         rows, tokens = self.shape
-        return f"{rows} rows, {self.hidden} -> {tokens}, {self.layers} layers, {self.asked}"
+        return f"{rows} row{'s' * (rows != 1)}, {self.hidden} -> {tokens}, {self.layers} layers, {self.asked}"
 
     @property
     def parameters(self) -> int:
