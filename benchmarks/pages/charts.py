@@ -109,7 +109,7 @@ CHARTS: dict[str, Callable[[Records], str]] = {
     "softmax-h200-float32": by_length(["h200-forward", "h200-lengths"], "softmax, float32"),
     "single-row-h200": by_length(["h200-single-row"], "softmax, bfloat16", "gbps"),
     "gradients-h200": by_length(["h200-gradients"], "softmax_backward, bfloat16"),
-    "softmax-jax-h200": by_length(["h200-jax-forward", "h200-jax-lengths"], "softmax, bfloat16"),
+    "softmax-jax": by_length(["h100-jax-forward", "h100-jax-lengths"], "softmax, bfloat16"),
     "losses-h200": losses,
     "training-steps": whole_steps(TRAINING),
     "policy-steps": whole_steps(POLICY),

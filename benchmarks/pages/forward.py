@@ -196,11 +196,13 @@ def _lengths(cases: Iterable[Case]) -> str:
 
 
 def jax_table(records: Records) -> str:
-    """Softmax and its gradient in JAX on an H200: ranges of the shares of XLA's copy."""
-    names = ("h200-jax-forward", "h200-jax-lengths", "h200-jax-gradients")
+    """Softmax and its gradient in JAX: ranges of the shares of XLA's copy on the first GPU that has a record."""
+    names = [records.first(suite) for suite in ("jax-forward", "jax-lengths", "jax-gradients")]
     groups: dict[str, list[CaseResult]] = {}
-    for each in (each for name in names for each in records.cases(name)):
-        groups.setdefault(f"`{each.case.operation}`, {_rows_of(each.case)}", []).append(each)
+    for name in names:
+        for each in records.cases(name):
+            where = name.partition("-")[0].upper()
+            groups.setdefault(f"{where}: `{each.case.operation}`, {_rows_of(each.case)}", []).append(each)
     rows = []
     for title, mine in groups.items():
         found = [result_of(each, "jax.nn") for each in mine]

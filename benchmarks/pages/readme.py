@@ -24,8 +24,8 @@ ALIGNED = 8
 """Columns of bfloat16 in 16 bytes."""
 
 
-FORWARD, IN_JAX = ("h200-forward", "h200-lengths"), ("h200-jax-forward", "h200-jax-lengths")
-"""The records of softmax of many rows."""
+FORWARD, IN_JAX = ("h200-forward", "h200-lengths"), ("jax-forward", "jax-lengths")
+"""The records of softmax of many rows; those in JAX are of the first GPU that has them."""
 
 SHORTEST, LONGEST = 64, 1 << 18
 """Columns of the rows in the ranges of the table."""
@@ -57,6 +57,8 @@ def _caption(records: Records, page: str) -> str:
 
 def readme_speed(records: Records) -> str:
     """Speed beside other libraries, in bfloat16 on H200s."""
+    in_jax = [records.first(name) for name in IN_JAX]
+    gpu = in_jax[0].partition("-")[0].upper()
     rows = [
         _range("softmax, aligned rows of {} columns", _field(records, FORWARD)),
         _range("softmax, unaligned rows of {} columns", _field(records, FORWARD, True)),
@@ -65,11 +67,11 @@ def readme_speed(records: Records) -> str:
         ]),
         _one("softmax, one row of 2^24", records, "h200-single-row", Case("softmax", (1, 1 << 24), 1, BF16)),
         _range("gradient of softmax, {} columns", records.cases("h200-gradients", dtype=BF16)),
-        _range("softmax in JAX, aligned rows of {} columns, of XLA's copy", _field(records, IN_JAX)),
-        _range("softmax in JAX, unaligned rows of {} columns, of XLA's copy", _field(records, IN_JAX, True)),
+        _range(f"softmax in JAX on an {gpu}, aligned rows of {{}} columns, of XLA's copy", _field(records, in_jax)),
+        _range("the same, unaligned rows of {} columns", _field(records, in_jax, True)),
         _one("cross-entropy and its gradient, 8192 × 128256, in times of the copy", records, "h200-cross-entropy",
              Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
-        _one("the same in JAX, of XLA's copy", records, "h200-jax-cross-entropy",
+        _one("the same in JAX with Pallas, of XLA's copy", records, "h200-jax-cross-entropy",
              Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True), copies),
         _sharded(records),
         _one("`token_logprobs` and its gradient, 8192 × 128256, in times of the copy",

@@ -31,7 +31,7 @@ MORE = {
     "torch-linear": "#b5651d", "torch-chunks": "#eec08f", "ours-stored": "#8fb8e6", "ours-small": "#6f8fb3",
     "ours-bounded": "#5fc0d6", "ours-columns": "#3a6fd0", "ours-logits": "#6f8fb3",
     "ours-compile": "#5fc0d6", "jax-ours": "#8fd3d6", "flash-attn": "#d95f5f",
-    "transformer-engine": "#76b900", "megatron": "#4a6b1f", "trl": "#e6c229",
+    "transformer-engine": "#76b900", "megatron": "#4a6b1f", "trl": "#e6c229", "trl-logits": "#a68a1f",
 }  # fmt: skip
 """Colours of the libraries, and of our own other ways, that other suites are measured with."""
 

@@ -29,6 +29,7 @@ NAMES = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger", "quac
 
 PROSE = NAMES | {
     "jax": "JAX", "flashinfer": "FlashInfer", "flashinfer-logits": "FlashInfer, logits", "cce": "cut-cross-entropy",
+    "trl": "TRL", "trl-logits": "TRL on logits",
 }  # fmt: skip
 """The same, with the libraries that only heads, sampling and routing are measured with."""
 
