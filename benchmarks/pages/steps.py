@@ -65,15 +65,16 @@ def _table(
     records: Records, name: str, found: Sequence[CaseResult], ways: Mapping[str, str],
     cell: Callable[[CaseResult, Result], str],
 ) -> str:  # fmt: skip
-    """A row for each case, and a column for each way that has a time in some case."""
+    """A row for each case, whose fastest way is bold, and a column for each way that has a time in some case."""
     if not found:
         return ABSENT
     results = {who: [result_of(each, who) for each in found] for who in ways}
     timed = [who for who, ours in results.items() if any(result and result.times for result in ours)]
     rows = []
     for i, each in enumerate(found):
-        cells = [_cell(each, results[who][i], cell) for who in timed]
-        rows.append([named(each), f"**{cells[0]}**", *cells[1:]])
+        here = [results[who][i] for who in timed]
+        least = min(result.times.median_us for result in here if result and result.times)
+        rows.append([named(each), *(_cell(each, result, cell, least) for result in here)])
     return f"{table(('step', *(ways[who] for who in timed)), rows)}\n\n{source(records.get(name))}"
 
 
@@ -82,7 +83,12 @@ def named(found: CaseResult) -> str:
     return str(found.case).replace("->", "→").replace("x", "\u00a0×\u00a0")
 
 
-def _cell(found: CaseResult, result: Result | None, cell: Callable[[CaseResult, Result], str]) -> str:
+def _cell(
+    found: CaseResult, result: Result | None, cell: Callable[[CaseResult, Result], str], least: float
+) -> str:  # fmt: skip
     if result is None or result.status == "refused":
         return NOTHING if result is None else "refuses"
-    return cell(found, result) if result.times else result.status
+    if not result.times:
+        return result.status
+    text = cell(found, result)
+    return f"**{text}**" if result.times.median_us == least else text

@@ -1,4 +1,4 @@
-"""The kernels that an operation brings, on JAX arrays: where a program calls them, and where XLA's operations run."""
+"""Whether a JAX program calls the kernel that an operation brings, or runs XLA's operations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ONE_GPU = "cuda"
 """Platform of the programs whose kernels are called: those for NVIDIA GPUs, with the arrays of one device."""
 
 Kernel = Callable[[Device, Values], "tuple[str, Callable[[], list[Array]]] | str"]
-"""kernel(device, operands) is the plan in a few words, and the function that returns the results.
+"""kernel(device, operands) returns the plan in a few words, and the function that returns the results.
 
-Or it is, in one sentence, why no kernel takes the operands.
+Or it returns one sentence: why no kernel takes the operands.
 """
 
 

@@ -25,8 +25,8 @@ class Kind(NamedTuple):
     """A kind of measurement.  `entries.KINDS_OF_CASES` has the class of its cases, and `tables.KINDS` its table.
 
     Attributes:
-        ours: Our library.
-        peers: The ways beside it, by their names on the command line.
+        ours: Our usual way.
+        peers: The other ways, by their names on the command line.
         lacks: Function (case, torch device) -> the memory or the package that the case lacks there, or None.
         measure: Function (case, ways, torch device, milliseconds of a measurement, clock) -> results.
     """
@@ -55,7 +55,7 @@ def run_kind(
     Args:
         measures: Name of the kind, in KINDS.
         cases: The cases.
-        everybody: Our way and others, all of them present.
+        everybody: Our usual way and others, all of them installed.
         device: A torch device.
         repeat_ms: Milliseconds for each measurement.
     """

@@ -70,7 +70,7 @@ def bare_products(x: Any, weight: Any) -> tuple[Call, Call]:
 
 
 def measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `run_kind`."""
+    """Measure a case in all ways; as `Kind.measure`."""
     inputs = make_head(case, device)
     sample = sample_of(case, *inputs)
     allowed = errors(sample, TorchHead(device.type).prepare(case)(*inputs))

@@ -15,7 +15,7 @@ Function = Callable[..., Any]
 
 
 CLIP = 0.2
-"""Largest distance of a ratio of probabilities from 1 that still has a gradient."""
+"""Distance of a ratio of probabilities from 1 at which it is clipped."""
 
 TRL_COLUMNS = 32768
 """Columns of a tile in TRL's trainer."""
@@ -50,7 +50,7 @@ class Step(Peer):
 
 
 class OursStep(Step):
-    """Our functions without logits."""
+    """Our functions of hidden states, which hold as many logits as their memory allows."""
 
     name, module, ours = "ours", "onlinesoftmax", True
 
@@ -66,7 +66,7 @@ class OursStep(Step):
 
 
 class OursCompiled(OursStep):
-    """The same, and the decoder under torch.compile."""
+    """The same under torch.compile, together with the decoder."""
 
     name, compiled = "ours-compile", True
 
@@ -116,7 +116,7 @@ class CompiledStep(TorchStep):
 
 
 class LigerStep(LigerHead):
-    """Liger-Kernel's fused linear cross-entropy, and its fused linear GRPO in chunks of a sequence."""
+    """Liger-Kernel's fused linear cross-entropy, and its fused linear GRPO, a sequence at a time."""
 
     operations, compiled = (TRAINING, POLICY), False
 

@@ -44,7 +44,7 @@ def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
 
 
 def measure(case: RouteCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `run_kind`."""
+    """Measure a case in all ways; as `Kind.measure`."""
     inputs = make_logits(case, device)
     results, calls = check_each(case, everybody, lambda peer: checked(case, peer, inputs))
     x = inputs[0].detach()

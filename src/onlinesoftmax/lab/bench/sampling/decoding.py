@@ -18,10 +18,10 @@ from .run import checked, lacks_memory
 KIND: Measures = "decoding time"
 
 CONTEXT = 1024
-"""Tokens whose keys and values the cache has."""
+"""Tokens in the cache, with the one that is read."""
 
 HEAD_SIZE, GROUP = 128, 4
-"""Width of an attention head, and heads that share keys and values, as in Llama 3."""
+"""Width of an attention head, and heads that share keys and values, as in Llama 3.1 8B."""
 
 
 def lacks(case: DecodeCase, device: Any) -> str | None:
@@ -31,7 +31,7 @@ def lacks(case: DecodeCase, device: Any) -> str | None:
 
 
 def measure(case: DecodeCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `run_kind`.  Every step reads the same tokens at the same place."""
+    """Measure a case in all ways; as `Kind.measure`.  Every step reads the same tokens at the same place."""
     decode = make_decoder(case, device)
     logits = decode()  # all calls write this tensor, which the ways read
 
@@ -53,13 +53,14 @@ def measure(case: DecodeCase, everybody: Sequence[Peer], device: Any, repeat_ms:
 def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:
     """A decoder with random weights: a call reads a token of each row, and returns the logits of the next one.
 
-    It has the products and the attention of Llama 3, without the rotation of queries and keys.  On a GPU a call replays
-    a CUDA graph.  All calls return the same tensor.
+    It has about the products and the attention of Llama 3, without the rotation of queries and keys.  On a GPU a call
+    replays a CUDA graph.  All calls return the same tensor.
     """
     import torch
 
-    layers = [_Layer(case, device) for _ in range(case.layers)]
-    embedding, head = (_weight(case, device, case.shape[1], case.hidden) for _ in range(2))
+    generator = torch.Generator(device).manual_seed(case.layers)
+    layers = [_Layer(case, generator) for _ in range(case.layers)]
+    embedding, head = (_weight(case, generator, case.shape[1], case.hidden) for _ in range(2))
     tokens = torch.arange(case.rows, device=device) % case.shape[1]
     logits = torch.empty(case.shape, dtype=head.dtype, device=device)
 
@@ -76,30 +77,30 @@ def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:
 class _Layer:
     """Attention over the cache, and a gated product; each after a normalization."""
 
-    def __init__(self, case: DecodeCase, device: Any) -> None:
+    def __init__(self, case: DecodeCase, generator: Any) -> None:
         import torch
 
         hidden, self.size = case.hidden, min(HEAD_SIZE, case.hidden)
         self.heads = hidden // self.size
-        self.shared = max(1, self.heads // GROUP)
-        own, inner = self.shared * self.size, 4 * hidden
-        self.widths = hidden, own, own
-        sizes = (hidden + 2 * own, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)
-        self.qkv, self.out, self.up, self.down = (_weight(case, device, *each) for each in sizes)
-        cache = 2, case.rows, self.shared, CONTEXT, self.size
-        self.keys, self.values = torch.randn(cache, dtype=self.out.dtype, device=device)
+        self.groups = max(1, self.heads // GROUP)
+        width, inner = self.groups * self.size, 4 * hidden
+        self.widths = hidden, width, width
+        sizes = (hidden + 2 * width, hidden), (hidden, hidden), (2 * inner, hidden), (hidden, inner)
+        self.qkv, self.out, self.up, self.down = (_weight(case, generator, *each) for each in sizes)
+        cache = 2, case.rows, self.groups, CONTEXT, self.size
+        self.keys, self.values = torch.randn(cache, dtype=self.out.dtype, device=generator.device)
 
     def __call__(self, x: Any) -> Any:
         from torch.nn import functional
 
         q, k, v = (_normalized(x) @ self.qkv.t()).split(self.widths, 1)
         for cached, new in ((self.keys, k), (self.values, v)):
-            cached[:, :, -1] = new.view(-1, self.shared, self.size)
+            cached[:, :, -1] = new.view(-1, self.groups, self.size)
         q = q.view(-1, self.heads, 1, self.size)
         found = functional.scaled_dot_product_attention(q, self.keys, self.values, enable_gqa=True)
         x = x + found.flatten(1) @ self.out.t()
-        gate, inner = (_normalized(x) @ self.up.t()).chunk(2, 1)
-        return x + (functional.silu(gate) * inner) @ self.down.t()
+        gate, up = (_normalized(x) @ self.up.t()).chunk(2, 1)
+        return x + (functional.silu(gate) * up) @ self.down.t()
 
 
 def _normalized(x: Any) -> Any:
@@ -108,12 +109,12 @@ def _normalized(x: Any) -> Any:
     return functional.rms_norm(x, x.shape[-1:])
 
 
-def _weight(case: DecodeCase, device: Any, rows: int, cols: int) -> Any:
+def _weight(case: DecodeCase, generator: Any, rows: int, cols: int) -> Any:
     """Random numbers with which a product keeps the size of its input."""
     import torch
 
-    weight = torch.empty(rows, cols, dtype=getattr(torch, case.dtype), device=device)
-    return weight.normal_(0.0, cols**-0.5, generator=torch.Generator(device).manual_seed(rows))
+    weight = torch.empty(rows, cols, dtype=getattr(torch, case.dtype), device=generator.device)
+    return weight.normal_(0.0, cols**-0.5, generator=generator)
 
 
 class _Replayed:

@@ -53,7 +53,7 @@ def make_logits(case: TokenCase, device: Any) -> Any:
 
 
 def measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `run_kind`."""
+    """Measure a case in all ways; as `Kind.measure`."""
     x = make_logits(case, device)
     results, calls = check_each(case, everybody, lambda peer: checked(case, peer, x))
     return over_one_read(CaseResult(case, results=results, measures=KIND), calls, x, clock, repeat_ms)
