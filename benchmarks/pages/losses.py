@@ -191,7 +191,7 @@ def distributed_table(records: Records) -> str:
 
 
 def forecast_text(records: Records) -> str:
-    """What more GPUs would take for a loss, by the formula of docs/distributed.md and a record of two GPUs."""
+    """Times of a loss on more GPUs, forecast by the formula of docs/distributed.md and a record of two GPUs."""
     name = "h100x2-distributed"
     case = Case("cross_entropy", (8192, 128256), 1, "bfloat16", with_gradient=True)
     found = next((each for each in records.cases(name) if each.case == case), None)

@@ -9,6 +9,7 @@ from onlinesoftmax.lab.bench.result import CaseResult, Result
 
 from .markdown import ABSENT, NOTHING, size, source, table, together
 from .records import Records, result_of
+from .tokens import WAYS
 
 STEP_WAYS = {
     "ours": "ours", "ours-compile": "ours, compiled", "ours-logits": "ours on logits", "torch": "PyTorch",
@@ -17,10 +18,7 @@ STEP_WAYS = {
 }  # fmt: skip
 """Ways to train, by their names in records."""
 
-DECODING_WAYS = {
-    "ours": "ours", "torch": "PyTorch", "compile": "torch.compile", "flashinfer": "FlashInfer, probabilities",
-    "flashinfer-logits": "FlashInfer, logits", "jax": "XLA",
-}  # fmt: skip
+DECODING_WAYS = {"ours": "ours", **WAYS}
 """Ways to sample, by their names in records."""
 
 

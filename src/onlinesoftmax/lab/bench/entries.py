@@ -103,7 +103,7 @@ def with_options(*shapes: Shape, causal: Shape) -> tuple[Entry, ...]:
 
 
 def powers(rows: int, first: int, last: int, step: int = 1) -> list[Shape]:
-    """As many rows as `rows`, of 2^first, 2^(first + step), … 2^last columns."""
+    """Shapes of this number of rows, of 2^first, 2^(first + step), … 2^last columns."""
     return [(rows, 1 << k) for k in range(first, last + 1, step)]
 
 

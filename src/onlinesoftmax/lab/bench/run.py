@@ -132,6 +132,13 @@ def with_times(result: Result, samples: Samples) -> tuple[Result, float]:
     return replace(result, times=times, against_torch=Against.of(found, others) if others else None), times.median_us
 
 
+def with_all_times(checked: CaseResult, calls: dict[str, Call], clock: Clock, repeat_ms: float) -> CaseResult:
+    """The results of a case with the times of their calls, which no yardstick is measured beside."""
+    samples = clock.measure(calls, repeat_ms) if calls else {}
+    results = [with_times(each, samples)[0] if each.who in calls else each for each in checked.results]
+    return replace(checked, results=results)
+
+
 def over_one_read(checked: CaseResult, calls: dict[str, Call], rows: Any, clock: Clock, repeat_ms: float) -> CaseResult:
     """The results of a case with the times of their calls, over that of one read of rows: our logsumexp of them.
 

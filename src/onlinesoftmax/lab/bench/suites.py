@@ -41,7 +41,7 @@ LOGITS_OF_MODELS = (1, 128256), (8, 128256), (64, 128256), (512, 128256), (64, 3
 """Rows and vocabularies of models that write text."""
 
 DECODED = "greedy", "top-p 0.9", "all, top 20"
-"""What is asked of `sample` in a step of decoding."""
+"""Names of the arguments of `sample` in a step of decoding."""
 
 SUITES: dict[str, Suite] = {
     "forward": Suite(

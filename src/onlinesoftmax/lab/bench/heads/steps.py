@@ -10,7 +10,7 @@ from ..entries import Measures
 from ..inputs import extra_bytes, lacking
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, with_times
+from ..run import check_each, with_all_times
 from ..timing import Call, Clock
 from .step_cases import POLICY, StepCase
 from .step_peers import losses_on_logits
@@ -37,7 +37,7 @@ AT_ONCE = 512
 
 
 class Batch(NamedTuple):
-    """What a step trains on.
+    """Input of a step.
 
     Attributes:
         tokens: Tokens (sequences, length).
@@ -130,9 +130,7 @@ def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: f
         return _checked(peer, loss, decoder, optimizer, right)
 
     results, calls = check_each(case, everybody, check)
-    samples = clock.measure(calls, repeat_ms) if calls else {}
-    timed = [with_times(result, samples)[0] if result.who in calls else result for result in results]
-    return CaseResult(case, results=timed, measures=KIND)
+    return with_all_times(CaseResult(case, results=results, measures=KIND), calls, clock, repeat_ms)
 
 
 def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:
@@ -148,7 +146,7 @@ def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:
 
 
 class Exact(NamedTuple):
-    """What a step has to find.
+    """Exact results of a step.
 
     Attributes:
         loss: The mean loss.

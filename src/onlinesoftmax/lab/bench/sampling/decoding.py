@@ -10,7 +10,7 @@ from ..entries import Measures
 from ..inputs import lacking
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, with_times
+from ..run import check_each, with_all_times
 from ..timing import Call, Clock
 from .cases import DecodeCase
 from .run import checked, lacks_memory
@@ -45,9 +45,7 @@ def measure(case: DecodeCase, everybody: Sequence[Peer], device: Any, repeat_ms:
         return result, step
 
     results, calls = check_each(case, everybody, check)
-    samples = clock.measure(calls, repeat_ms) if calls else {}
-    timed = [with_times(result, samples)[0] if result.who in calls else result for result in results]
-    return CaseResult(case, results=timed, measures=KIND)
+    return with_all_times(CaseResult(case, results=results, measures=KIND), calls, clock, repeat_ms)
 
 
 def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:
