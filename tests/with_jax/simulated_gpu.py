@@ -70,14 +70,13 @@ def code_of(text: str, _: str = "") -> bytes:
 
 
 HOST = Host()
-HANDLER = xla_handler.Handler(HOST.load, has_stream=False)
+HANDLER = xla_handler.Handler(HOST.load, has_stream=False, devices=list)
 
 
 @cache
 def register() -> None:
     """Register the handler of the simulated GPU, which XLA allows once."""
-    address = ctypes.cast(HANDLER.callback, ctypes.c_void_p).value
-    jax.ffi.register_ffi_target(cuda_call.TARGET, jax.ffi.pycapsule(address), platform="cpu")
+    cuda_call.register_handler(HANDLER, "cpu")
 
 
 @contextmanager

@@ -25,6 +25,10 @@ def test_four_devices() -> None:
     fast_xla.check(names, {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))
 
 
+def test_two_simulated_gpus() -> None:
+    fast_xla.check(["two_simulated_gpus.py"], {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=2))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
 def test_two_gpus() -> None:

@@ -5,6 +5,7 @@ four_devices.py checks more, also the functions that no kernel computes.
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from sharded_calls import (
     with_gradients,
 )
 
+import onlinesoftmax as osm
 import onlinesoftmax.jax as osj
 
 MOST = 2 * 4 * ROWS
@@ -74,3 +76,78 @@ def test_long_rows_under_shard_map(mine: P, axis: str | None) -> None:
     for name, units in (("elements", 2.0**-7), ("rows", 4e-6)):
         for one, other in zip(ours[name], whole[name], strict=True):
             np.testing.assert_allclose(*(np.asarray(t, np.float32) for t in (one, other)), rtol=units, atol=1e-8)
+
+
+STRATEGIES = {"row": (64, 200), "looped": (64, 5000), "cluster": (16, 40000), "grid": (4, 1 << 18)}
+"""Rows and columns of one GPU for each strategy of the CUDA kernels."""
+
+
+def _chain(arrays: Any, between: Any) -> Any:
+    """Calls of each strategy, with an operation of all GPUs between two calls."""
+    for _ in range(2):
+        arrays = {name: between(osj.log_softmax(x, -1, backend="cuda", strategy=name)) for name, x in arrays.items()}
+    return arrays
+
+
+def _given() -> dict[str, Any]:
+    rng = np.random.default_rng(3)
+    shapes = {name: (2 * rows, cols) for name, (rows, cols) in STRATEGIES.items()}
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_cuda_kernels_beside_collective_operations() -> None:
+    """Thousands of programs in which each GPU waits for the other, beside programs of one GPU in other threads."""
+    mesh, times = mesh_of(2), 2000
+    given = {name: jax.device_put(x, NamedSharding(mesh, P("v"))) for name, x in _given().items()}
+    sharded = jax.jit(jax.shard_map(
+        partial(_chain, between=lambda y: y + jax.lax.pmean(y[:1, :1], "v")), mesh=mesh, in_specs=P("v"),
+        out_specs=P("v"), check_vma=False,
+    ))  # fmt: skip
+    by_rows = jax.jit(partial(_chain, between=lambda y: y - y[:1].mean()))
+    single = jax.jit(partial(_chain, between=lambda y: y))
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        # The thread goes from one GPU to the other, and so from one context to the other.
+        parts = [jax.device_put({n: x[: len(x) // 2] for n, x in _given().items()}, d) for d in jax.devices()[:2]]
+        right = jax.device_get(single(parts[0]))
+        for i in range(times):
+            found = single(parts[(i + number) % 2])
+            if i % 100 == 0:
+                wrong.extend(name for name, y in found.items() if not np.array_equal(y, right[name]))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    right = [jax.device_get(program(given)) for program in (sharded, by_rows)]
+    for thread in threads:
+        thread.start()
+    for i in range(times):
+        found = [program(given) for program in (sharded, by_rows)]
+        if i % 100 == 0:
+            for ours, first in zip(found, right, strict=True):
+                wrong.extend(name for name, y in ours.items() if not np.array_equal(y, first[name]))
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_replicated_programs_of_two_gpus() -> None:
+    """The programs of `pmap`: the same kernels on each GPU, which add up their results."""
+    given = jax.pmap(lambda x: x)({name: x.reshape(2, -1, x.shape[-1]) for name, x in _given().items()})
+    program = jax.pmap(partial(_chain, between=lambda y: jax.lax.pmean(y, "v")), axis_name="v")
+    right = jax.device_get(program(given))
+    for i in range(2000):
+        found = program(given)
+        if i % 100 == 0:
+            for name, y in found.items():
+                np.testing.assert_array_equal(y, right[name])
+                np.testing.assert_array_equal(y[0], y[1])
+
+
+def test_the_default_plan_takes_the_cuda_kernels() -> None:
+    """Rows that are sharded over both GPUs, and the reason for a kernel that is shorter than two launches."""
+    x = jax.device_put(jnp.ones((64, 1 << 20)), NamedSharding(mesh_of(2), P("v")))
+    program = jax.jit(osj.softmax)
+    assert "onlinesoftmax_cuda_kernel" in program.lower(x).compile().as_text()
+    np.testing.assert_allclose(program(x), 2.0**-20, rtol=1e-6)
+    short = osm.explain((64, 640), framework="jax")
+    assert "for each of 2 GPUs in turn, longer than the kernel" in str(short) or jax.device_count() > 2

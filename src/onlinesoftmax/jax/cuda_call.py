@@ -7,7 +7,6 @@ launches the kernel.
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
 from functools import cache
@@ -161,5 +160,10 @@ def row_operands(call: Signature, operands: Mapping[str, Any]) -> dict[str, View
 @cache
 def register() -> None:
     """Tell XLA about the handler."""
-    address = ctypes.cast(xla_handler.HANDLER.callback, ctypes.c_void_p).value
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="CUDA")
+    register_handler(xla_handler.HANDLER, "CUDA")
+
+
+def register_handler(handler: xla_handler.Handler, platform: str) -> None:
+    """Tell XLA about the handler of a platform, once."""
+    stages = {stage: jax.ffi.pycapsule(address) for stage, address in handler.stages.items()}
+    jax.ffi.register_ffi_target(TARGET, stages, platform=platform)

@@ -46,14 +46,14 @@ def to_lower_for() -> Device:
     return gpu or UNNAMED_GPU
 
 
-def has_several_gpus() -> bool:
-    """Return True where JAX runs several GPUs from this process, which may see more of them."""
+def local_gpus() -> int:
+    """Number of GPUs that JAX runs from this process, which may see more of them; 0 where it runs none."""
     import jax
 
     try:
-        return len(jax.local_devices(backend="cuda")) > 1
+        return len(jax.local_devices(backend="cuda"))
     except RuntimeError:
-        return False
+        return 0
 
 
 def _name_in_mesh() -> str | None:

@@ -11,9 +11,6 @@ from ..kernels.cuda import xla_handler
 from .device import UNNAMED_GPU, to_lower_for
 from .signature import Values
 
-ONE_GPU = "cuda"
-"""Platform of the programs whose kernels are called: those for NVIDIA GPUs, with the arrays of one device."""
-
 Kernel = Callable[[Device, Values], "tuple[str, Callable[[], list[Array]]] | str"]
 """kernel(device, operands) returns the plan in a few words, and the function that returns the results.
 
@@ -27,14 +24,15 @@ def run(
     """The results of a function of rows on the arrays of one device: by its kernel, or by its formula.
 
     Args:
-        platform: Platform that the program is lowered for, or "any".
+        platform: "cuda" for a program of NVIDIA GPUs whose arrays here are those of one GPU; anything else runs the
+            formula.
         name: Name of the public function.
         operands: Arrays by name, the logits "x" among them.
         formula: Returns the results by XLA's operations.
         kernel: The kernel of the function; None where it has none.
     """
     sizes = [size for t in operands.values() for size in t.shape]
-    if kernel is None or platform != ONE_GPU or not all(isinstance(size, int) for size in sizes):
+    if kernel is None or platform != "cuda" or not all(isinstance(size, int) for size in sizes):
         return formula(operands)
     device, x = to_lower_for(), operands["x"]
     found = _unavailable(device) or kernel(device, operands)

@@ -15,7 +15,7 @@ from ..ops import OPERATIONS
 from ..planner.measured import table_for
 from ..planner.plan import Planner
 from ..planner.strategies import FOR_JAX, FORCED_CUDA, JAX_WITH_CUDA, Strategies
-from .device import UNNAMED_GPU, has_several_gpus
+from .device import UNNAMED_GPU, local_gpus
 
 INTERPRETED_FOR = known("h200")
 """The GPU that plans are made for where Pallas kernels are interpreted."""
@@ -113,14 +113,15 @@ def _better_by_pallas(device: Device, task: Task, every_backend: bool) -> str | 
         return None
     if device.name == UNNAMED_GPU.name:
         return "JAX has no NVIDIA GPU, and the program names none"
-    if not every_backend and has_several_gpus():
-        return "with several GPUs in one process, a launch may wait for Python's lock: backend='cuda' forces it"
     operation, problem = task.operation, Problem.of(task, False)
     if "mask" in task.tensors and not (operation.backward or operation.per_row):
         return "XLA would write the masked elements in another pass"
     scaled = "scale" in task.tensors or ("scale" in task.numbers and "bias" in task.tensors)
     if operation.backward and operation.scores and (scaled or "softcap" in task.numbers):
         return "XLA would compute the scores in another pass"
-    if (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3) < LAUNCH_US:
-        return f"outside of a CUDA graph, its launch takes {LAUNCH_US} us of the host's time, longer than the kernel"
+    # The GPUs of a process are launched one after another, under Python's lock.
+    gpus = 1 if every_backend else max(1, local_gpus())
+    if (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3) < LAUNCH_US * gpus:
+        host = f"{LAUNCH_US} us of the host's time" + (f" for each of {gpus} GPUs in turn" if gpus > 1 else "")
+        return f"outside of a CUDA graph, its launch takes {host}, longer than the kernel"
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache
 from typing import Any
@@ -104,6 +105,7 @@ def library() -> Any:
     cuda.cuKernelSetAttribute.argtypes = (c_int, c_int, c_void_p, c_int)
     cuda.cuDriverGetVersion.argtypes = (POINTER(c_int),)
     cuda.cuDevicePrimaryCtxRetain.argtypes = (POINTER(c_void_p), c_int)
+    cuda.cuDevicePrimaryCtxGetState.argtypes = (c_int, POINTER(c_uint), POINTER(c_int))
     cuda.cuCtxSetCurrent.argtypes = (c_void_p,)
     cuda.cuCtxPushCurrent_v2.argtypes = (c_void_p,)
     cuda.cuCtxPopCurrent_v2.argtypes = (POINTER(c_void_p),)
@@ -135,6 +137,17 @@ def device_count() -> int:
     number = c_int()
     check(library().cuDeviceGetCount(byref(number)), "counting the GPUs")
     return number.value
+
+
+def used_devices() -> list[int]:
+    """Numbers of the GPUs that this process uses: those with a primary context; none where it uses no driver."""
+    found, flags, active = [], c_uint(), c_int()
+    with suppress(OSError, DriverError):
+        for device in range(device_count()):
+            library().cuDevicePrimaryCtxGetState(device, byref(flags), byref(active))
+            if active.value:
+                found.append(device)
+    return found
 
 
 def version() -> tuple[int, int]:

@@ -3,6 +3,11 @@
 XLA passes the address of a call frame: its stream, the buffers of operands and results, and one attribute, the text of
 a `Launch`.  The layouts are those of xla/ffi/api/c_api.h, which jaxlib brings; a struct only grows at its end.  A
 program that XLA runs as a CUDA graph calls the handler when it records the graph, and not when it replays it.
+
+XLA runs the program of each GPU in a thread of its own, and a GPU may wait for another one in a collective operation.
+So no thread waits for a GPU while it holds Python's lock, or a lock that a thread of another GPU takes: kernels are
+loaded when XLA compiles the program (to load one may wait until its GPU is idle), and launched without Python's lock
+where there are several GPUs.
 """
 
 from __future__ import annotations
@@ -15,7 +20,8 @@ import re
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from ctypes import c_int32, c_uint64, c_void_p
 from functools import cache
 from importlib.util import find_spec
@@ -27,6 +33,9 @@ from . import COMPILER, driver, why_not_compiled
 
 MAJOR, OLDEST_MINOR = 0, 1
 """Version of the FFI for which the handler is written: this one and the later ones of the same major number."""
+
+INSTANTIATE, EXECUTE = "instantiate", "execute"
+"""Stages in which XLA calls the handler, as jax.ffi names them: it compiles a program, and runs it."""
 
 COMMAND_BUFFER_COMPATIBLE = 1
 """XLA_FFI_Handler_Traits: a call launches the same kernels each time, and a graph may record and replay them."""
@@ -140,7 +149,7 @@ Load = Callable[[Launch, int], Start]
 
 # Words of 8 bytes.  XLA_FFI_CallFrame: its own fields, and the structs of operands, results and attributes.
 _FRAME, _PAIR, _ASKED, _WORD = c_uint64 * 21, c_uint64 * 2, c_uint64 * 4, c_uint64
-_EXTENSION, _API, _CONTEXT = 1, 2, 3
+_EXTENSION, _API, _CONTEXT, _STAGE = 1, 2, 3, 4
 _ARGS_COUNT, _ARGS, _RESULTS_COUNT, _RESULTS, _ATTRIBUTES = 7, 9, 12, 14, 20
 # XLA_FFI_Api: its functions begin with word _FIRST.
 _FIRST = 6
@@ -166,18 +175,22 @@ class Handler:
     Args:
         load: What it does for a launch; for a GPU, `load` of this module.
         has_stream: False for a platform without streams, such as the host.
+        devices: Function that returns the devices for which kernels are loaded when XLA compiles a program.
 
     Attributes:
-        callback: The C function.
+        stages: The C function by the stages in which XLA calls it.
     """
 
-    def __init__(self, load: Load, has_stream: bool = True) -> None:
-        self._load, self._has_stream = load, has_stream
+    def __init__(
+        self, load: Load, has_stream: bool = True, devices: Callable[[], Iterable[int]] = driver.used_devices
+    ) -> None:
+        self._load, self._has_stream, self._devices = load, has_stream, devices
         self._loaded: dict[tuple[bytes, int], Start] = {}
         self._apis: dict[int, _Api] = {}
         # Loading may wait for its device, and another device must not wait with it: each has a lock.
         self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-        self.callback = ctypes.CFUNCTYPE(c_void_p, c_void_p)(self._called)
+        self._callback = ctypes.CFUNCTYPE(c_void_p, c_void_p)(self._called)
+        self.stages = dict.fromkeys((INSTANTIATE, EXECUTE), ctypes.cast(self._callback, c_void_p).value)
 
     def _called(self, address: int) -> int | None:
         """Handle one call of XLA: None, or the address of an error."""
@@ -188,13 +201,23 @@ class Handler:
             # The only attribute is a text: XLA_FFI_ByteSpan.
             begin, size = _PAIR.from_address(_WORD.from_address(frame[_ATTRIBUTES]).value)
             key = ctypes.string_at(begin, KEY)
-            stream, device = self._where(frame) if self._has_stream else (0, 0)
+            if c_int32.from_address(address + 8 * _STAGE).value == 0:
+                self._prepare(key, ctypes.string_at(begin, size))
+                return None
+            stream, device = self._where(frame)
             start = self._loaded.get((key, device)) or self._first(key, ctypes.string_at(begin, size), device)
             start([_WORD.from_address(buffer + _DATA).value for buffer in _buffers(frame)], stream)
         except BaseException as error:
             # Hazard: ctypes drops an exception, also a KeyboardInterrupt, and XLA would go on without the result.
             return self._error(frame, f"{type(error).__name__}: {error}")
         return None
+
+    def _prepare(self, key: bytes, text: bytes) -> None:
+        """Load the kernel of a text for every device that may run it."""
+        for device in self._devices():
+            # A device of another architecture; a program that runs there fails with its first launch.
+            with suppress(driver.DriverError):
+                self._first(key, text, device)
 
     def _first(self, key: bytes, text: bytes, device: int) -> Start:
         """Load the kernel of a text for a device, once."""
@@ -205,11 +228,11 @@ class Handler:
             return found
 
     def _where(self, frame: Any) -> tuple[int, int]:
-        """The stream of a call, and the number of its device."""
+        """The stream of a call, 0 where the platform has none, and the number of its device."""
         api = self._apis.get(frame[_API]) or self._api(frame)
         # struct_size, extension, context, result
         ask = _ASKED(32, 0, frame[_CONTEXT])
-        if api.stream_get(ask):
+        if self._has_stream and api.stream_get(ask):
             raise RuntimeError("XLA gives no stream")
         stream = ask[3]
         # A device number has 32 bits.
@@ -269,22 +292,27 @@ def load(launch: Launch, device: int) -> Start:
     library = driver.library_for_xla()
     launch_kernel, fill = library.cuLaunchKernelEx, library.cuMemsetD8Async
 
+    def enqueue(addresses: Sequence[int], stream: int, call: driver.Arguments) -> int:
+        """Empty the mailboxes and launch the kernel; the status of the first call that fails, or 0."""
+        status = 0
+        for size, address in zip(mail, addresses[len(addresses) - len(mail) :], strict=True):
+            status = status or fill(address, empty, size, stream)
+        return status or launch_kernel(*call.addresses)
+
     def start(addresses: Sequence[int], stream: int) -> None:
-        if mail:
-            for size, address in zip(mail, addresses[-len(mail) :], strict=True):
-                driver.check(fill(address, empty, size, stream), "emptying mailboxes")
         call = take(device)
         fields = call.fields
         for place, address in zip(places, addresses, strict=True):
             fields[place] = address
         call.config.stream = stream
-        status = launch_kernel(*call.addresses)
-        if status:
-            driver.check(status, f"launching {launch.name} in a program of XLA")
+        if enqueue(addresses, stream, call):
+            # A thread may have no context, or that of the device of the program before.
+            driver.make_current(device)
+            driver.check(enqueue(addresses, stream, call), f"launching {launch.name} in a program of XLA")
         give_back(call)
 
     return start
 
 
 HANDLER = Handler(load)
-"""The handler for GPUs.  XLA keeps the address of its callback, so that it must live as long as the process."""
+"""The handler for GPUs.  XLA keeps the address of its function, so that it must live as long as the process."""
