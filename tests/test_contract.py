@@ -16,8 +16,10 @@ import torch
 from contract import CASES, DECLARED, DEVICE, DTYPES, FORMS, GPU, LONG, PLANS, Case, Form, forms_of, name_of, run_case
 from onlinesoftmax import PlanError
 from onlinesoftmax.core.declaration import Operation
+from onlinesoftmax.lab import bridge
 from onlinesoftmax.lab import verify as verification
-from onlinesoftmax.planner.strategies import FOR_JAX
+from onlinesoftmax.lab.verify import exact, functions
+from onlinesoftmax.planner.strategies import FOR_JAX, FORCED_CUDA
 from pairs import with_every_pair
 
 NAMED = {case.name: case for case in CASES}
@@ -108,9 +110,13 @@ def _calls() -> list[tuple[str, str, torch.dtype, Case]]:
 @pytest.mark.parametrize(("plan", "operation", "dtype", "case"), _calls(), ids=_name)
 def test_public_function(plan: str, operation: str, dtype: torch.dtype, case: Case) -> None:
     """The public function, and its gradient by the framework's own differentiation, beside PyTorch's."""
-    backend, _, strategy = plan.partition("/")
-    if reason := verification.unavailable(backend, DEVICE):
+    if reason := verification.unavailable(plan.partition("/")[0], DEVICE):
         pytest.skip(reason)
+    _check_public_function(plan, operation, dtype, case)
+
+
+def _check_public_function(plan: str, operation: str, dtype: torch.dtype, case: Case) -> None:
+    backend, _, strategy = plan.partition("/")
     units = verification.units(backend, name_of(dtype), not GPU)
     cell = verification.Cell(backend, strategy, operation, name_of(dtype), slack=units)
     with np.errstate(all="ignore"):
@@ -118,3 +124,30 @@ def test_public_function(plan: str, operation: str, dtype: torch.dtype, case: Ca
     assert not cell.failures
     if cell.refused:
         refused(plan, DECLARED[operation], case, dtype.itemsize, PlanError(cell.reason))
+
+
+CUDA = tuple(f"{backend}/{strategy}" for backend, strategy, _ in FORCED_CUDA)
+
+
+def _calls_of_jax() -> list[tuple[str, str, torch.dtype, Case]]:
+    """Every operation on every input; strategies and dtypes take turns, and meet each other on special rows."""
+    # XLA knows no strides: the others would be the same arrays again.
+    cases = [case for case in CASES if case.dim != -1 or case.tensor(torch.float32, "cpu").is_contiguous()]
+    cells = []
+    for k, name in enumerate(DECLARED):
+        cells += [(CUDA[(i + k) % 4], name, DTYPES[(i + i // 4 + k) % 4], case) for i, case in enumerate(cases)]
+        cells += [(plan, name, dtype, SPECIAL["pallas/cluster"]) for plan, dtype in itertools.product(CUDA, DTYPES)]
+    return cells
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("plan", "operation", "dtype", "case"), _calls_of_jax(), ids=_name)
+def test_cuda_kernels_in_jax(
+    plan: str, operation: str, dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The public function for JAX through the CUDA kernels, and its gradient by JAX, beside PyTorch's."""
+    if reason := bridge.unavailable("cuda"):
+        pytest.skip(reason)
+    monkeypatch.setattr(functions, "ours", lambda _, forward: functions.in_jax(forward))
+    monkeypatch.setattr(exact, "KEEPS_STATES", ("cuda",))
+    _check_public_function(plan, operation, dtype, case)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -263,35 +262,6 @@ def test_heads(place: None, function: str, monkeypatch: pytest.MonkeyPatch) -> N
     jax.clear_caches()
     for ours, xla in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.gpu
-def test_graphs_beside_another_stream() -> None:
-    """Programs of several kernels, also such as wait for each other's blocks, that XLA runs at the same time."""
-    rows = {"row": (64, 199), "looped": (64, 5000), "cluster": (16, 40000), "grid": (4, 1 << 18)}
-    arrays = {
-        name: jnp.asarray(np.random.default_rng(3).normal(size=shape), jnp.float32) for name, shape in rows.items()
-    }
-
-    @jax.jit
-    def program(arrays: Any) -> Any:
-        for _ in range(3):
-            arrays = {name: osj.log_softmax(x, -1, backend="cuda", strategy=name) for name, x in arrays.items()}
-        return arrays
-
-    right, wrong = program(arrays), []
-
-    def work() -> None:
-        for _ in range(300):
-            found = program(arrays)
-        wrong.extend(name for name, y in found.items() if not jnp.array_equal(y, right[name]))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])

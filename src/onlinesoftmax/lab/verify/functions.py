@@ -32,7 +32,7 @@ def pytorch(operation: Operation) -> Function:
 def ours(backend: str, operation: Operation) -> Function:
     """Our public function for a forward operation, through a backend."""
     if backend == "pallas":
-        return _in_jax(operation)
+        return in_jax(operation)
     function: Function = getattr(api, operation.name)
 
     def log_probabilities(x: Any, dim: int, **how: Any) -> Any:
@@ -53,7 +53,7 @@ def _losses(function: Function) -> Function:
     return losses
 
 
-def _in_jax(operation: Operation) -> Function:
+def in_jax(operation: Operation) -> Function:
     """Our public function for JAX, on tensors."""
     function = bridge.forward(operation.name)
     if not operation.has_target:

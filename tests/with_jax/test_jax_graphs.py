@@ -1,0 +1,74 @@
+"""CUDA graphs of XLA that hold the CUDA kernels."""
+
+from __future__ import annotations
+
+import faulthandler
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("jaxlib", reason="jax is not installed")
+
+import jax
+
+import onlinesoftmax as osm
+import onlinesoftmax.jax as osj
+from onlinesoftmax.kernels.cuda import xla_handler
+
+REPLAYS = 100_000
+
+
+@pytest.mark.gpu
+def test_replays_of_a_graph_beside_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels whose blocks wait for each other, in a CUDA graph of XLA, beside the same kernels in PyTorch's stream."""
+    rows = {"row": (64, 199), "looped": (64, 5000), "cluster": (16, 40000), "grid": (4, 1 << 18)}
+    given = {name: np.random.default_rng(3).normal(size=shape).astype(np.float32) for name, shape in rows.items()}
+    calls, where = [0], xla_handler.Handler._where
+
+    def counted(handler: xla_handler.Handler, frame: Any) -> tuple[int, int]:
+        calls[0] += 1
+        return where(handler, frame)
+
+    monkeypatch.setattr(xla_handler.Handler, "_where", counted)
+
+    # Memory that is donated stays in its place, so that XLA need not record the graph again.
+    @partial(jax.jit, donate_argnums=0)
+    def program(arrays: Any) -> Any:
+        for _ in range(2):
+            arrays = {name: osj.log_softmax(x, -1, backend="cuda", strategy=name) for name, x in arrays.items()}
+        return arrays
+
+    ended, rounds = threading.Event(), [0]
+
+    def work() -> None:
+        tensors = {name: torch.from_numpy(x).cuda() for name, x in given.items()}
+        with torch.cuda.stream(torch.cuda.Stream()):
+            while not ended.is_set():
+                for name, x in tensors.items():
+                    osm.log_softmax(x, -1, backend="cuda", strategy=name, out=x)
+                torch.cuda.current_stream().synchronize()
+                rounds[0] += 1
+
+    arrays = jax.device_put(given)
+    right = {name: jax.nn.log_softmax(x) for name, x in arrays.items()}
+    # A hang ends the process.
+    faulthandler.dump_traceback_later(90, exit=True)
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for i in range(REPLAYS):
+            arrays = program(arrays)
+            if i % 1000 == 0:
+                jax.block_until_ready(arrays)
+    finally:
+        ended.set()
+        thread.join()
+        faulthandler.cancel_dump_traceback_later()
+    for name, y in arrays.items():
+        np.testing.assert_allclose(y, right[name], rtol=1e-5, atol=1e-5)
+    assert rounds[0] > 1000, "the other stream had little to do"
+    assert calls[0] < REPLAYS * len(rows) / 100, "XLA does not replay the graph"
