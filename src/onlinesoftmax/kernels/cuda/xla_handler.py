@@ -149,6 +149,7 @@ Load = Callable[[Launch, int], Start]
 
 # Words of 8 bytes.  XLA_FFI_CallFrame: its own fields, and the structs of operands, results and attributes.
 _FRAME, _PAIR, _ASKED, _WORD = c_uint64 * 21, c_uint64 * 2, c_uint64 * 4, c_uint64
+_KEY, _32_BITS = ctypes.c_char * KEY, 0xFFFFFFFF
 _EXTENSION, _API, _CONTEXT, _STAGE = 1, 2, 3, 4
 _ARGS_COUNT, _ARGS, _RESULTS_COUNT, _RESULTS, _ATTRIBUTES = 7, 9, 12, 14, 20
 # XLA_FFI_Api: its functions begin with word _FIRST.
@@ -199,9 +200,9 @@ class Handler:
             if frame[_EXTENSION] and _answers_metadata(frame[_EXTENSION]):
                 return None
             # The only attribute is a text: XLA_FFI_ByteSpan.
-            begin, size = _PAIR.from_address(_WORD.from_address(frame[_ATTRIBUTES]).value)
-            key = ctypes.string_at(begin, KEY)
-            if c_int32.from_address(address + 8 * _STAGE).value == 0:
+            begin, size = _PAIR.from_address(_WORD.from_address(frame[_ATTRIBUTES]).value)[:]
+            key = _KEY.from_address(begin).raw
+            if frame[_STAGE] & _32_BITS == 0:
                 self._prepare(key, ctypes.string_at(begin, size))
                 return None
             stream, device = self._where(frame)
