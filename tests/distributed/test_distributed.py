@@ -58,11 +58,23 @@ def test_losses_by_kernels_alone(cuts: tuple[int, ...], tmp_path: Path) -> None:
     processes.run(fast_path.everything, cuts, tmp_path)
 
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def _gpus(count: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs")
+
+
+two_gpus = _gpus(2)
+# The shards of two, four and eight GPUs: uneven, and some of them empty.
+every_number_of_gpus = pytest.mark.parametrize(
+    "cuts",
+    [
+        pytest.param(cuts, marks=_gpus(len(cuts) - 1), id=f"{len(cuts) - 1} GPUs")
+        for cuts in ((0, 20, 37), (0, 7, 7, 8, 37), (0, 5, 5, 10, 16, 20, 28, 30, 37))
+    ],
+)
 
 
 @pytest.mark.gpu
-@two_gpus
+@every_number_of_gpus
 @pytest.mark.parametrize(
     "check",
     [
@@ -80,16 +92,9 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two G
         "a_process_is_late",
     ],
 )
-def test_peer_memory(check: Callable[..., None], tmp_path: Path) -> None:
-    """Two GPUs exchange states from kernel to kernel."""
-    processes.run(check, (0, 20, 37), tmp_path, "nccl", "peer_memory")
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-@pytest.mark.parametrize("check", [check.__name__ for check in peer_memory.CHECKS])
-def test_peer_memory_of_four_gpus(check: str, tmp_path: Path) -> None:
-    processes.run(functools.partial(peer_memory.one_check, check), (0, 7, 7, 8, 37), tmp_path, "nccl", "peer_memory")
+def test_peer_memory(check: Callable[..., None], cuts: tuple[int, ...], tmp_path: Path) -> None:
+    """GPUs exchange states from kernel to kernel."""
+    processes.run(check, cuts, tmp_path, "nccl", "peer_memory")
 
 
 @pytest.mark.gpu
@@ -99,7 +104,7 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@two_gpus
+@every_number_of_gpus
 @pytest.mark.parametrize(
     "check",
     [
@@ -117,9 +122,9 @@ def test_inductor_compiles_a_sharded_loss(tmp_path: Path) -> None:
     ],
     ids=lambda check: f"{check.__module__.rpartition('.')[2]}.{check.__name__}",
 )
-def test_all_options_of_shards_on_two_gpus(check: Callable[..., None], tmp_path: Path) -> None:
+def test_all_options_of_shards_on_gpus(check: Callable[..., None], cuts: tuple[int, ...], tmp_path: Path) -> None:
     """Every combination of the options with NCCL: it compiles a few hundred kernels."""
-    processes.run(check, (0, 20, 37), tmp_path, "nccl")
+    processes.run(check, cuts, tmp_path, "nccl")
 
 
 def test_a_model_wrapped_by_fsdp(tmp_path: Path) -> None:
