@@ -27,7 +27,7 @@ from .markdown import (
 )
 from .records import Records, ours, result_of
 
-CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h200-jax-cross-entropy"
+CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h100-jax-cross-entropy"
 
 WAYS = {
     "ours": "ours", "collective": "ours by a collective", "loss-parallel": "`loss_parallel`",
@@ -191,25 +191,43 @@ def distributed_table(records: Records) -> str:
 
 
 def forecast_text(records: Records) -> str:
-    """Times of a loss on more GPUs, forecast by the formula of docs/distributed.md and a record of two GPUs."""
-    name = "h100x2-distributed"
+    """Times of a loss on more GPUs, forecast by the formula of docs/distributed.md from the records of fewer."""
+    said = [text for gpu in ("h100", "h200") if (text := _forecast(records, gpu))]
+    return "\n\n".join(said) or ABSENT
+
+
+def _forecast(records: Records, gpu: str) -> str:
+    """The forecast for the GPUs of one kind, beside what was measured; empty where there is no record of two."""
     case = Case("cross_entropy", (8192, 128256), 1, "bfloat16", with_gradient=True)
-    found = next((each for each in records.cases(name) if each.case == case), None)
-    if found is None or found.copy is None:
-        return ABSENT
-    us = {result.who: result.times.median_us for result in found.results if result.times}
-    pair, one, copy = us["ours"], us["one-process"], 2 * found.copy.median_us
-    wait = pair - one / 2
-    several = [(count, one / count + wait) for count in (4, 8)]
-    said = " and ".join(
-        f"{microseconds(time)} µs on {count} ({time / (copy / count):.2f} times a copy of a shard)"
-        for count, time in several
+    names = {count: f"{gpu}x{count}-distributed" for count in (2, 4, 8)}
+    found = {count: each for count, name in names.items() for each in records.cases(name) if each.case == case}
+    if 2 not in found:
+        return ""
+    copies = {count: each.copy.median_us for count, each in found.items() if each.copy}
+    us = {count: {r.who: r.times.median_us for r in each.results if r.times} for count, each in found.items()}
+
+    def wait(count: int) -> float:
+        """Microseconds beyond a part of the time of one GPU."""
+        return us[count]["ours"] - us[count]["one-process"] / count
+
+    name = f"{gpu.upper()}s"
+    text = (
+        f"`cross_entropy` of {shape(case)} with its gradient takes {microseconds(us[2]['one-process'])} µs on one of "
+        f"the {name} and {microseconds(us[2]['ours'])} µs on two, {microseconds(wait(2))} more than half."
     )
-    return (
-        f"`cross_entropy` of {shape(case)} with its gradient takes {microseconds(one)} µs on one H100 and "
-        f"{microseconds(pair)} µs on two, {microseconds(wait)} more than half. If the wait stays, it takes {said}. "
-        f"Nobody has measured these.\n\n{source(records.get(name))}"
-    )
+    for count in (4, 8):
+        largest = max(n for n in us if n < count)
+        whole, copy = us[largest]["one-process"], copies[largest] * largest / count
+        forecast = whole / count + wait(largest)
+        text += (
+            f" With the wait of {largest}, {count} take {microseconds(forecast)} µs "
+            f"({forecast / copy:.2f} times a copy of a shard); "
+        )
+        if count in us:
+            text += f"measured: {microseconds(us[count]['ours'])} µs ({us[count]['ours'] / copies[count]:.2f} times)."
+        else:
+            text += "nobody has measured that."
+    return f"{text}\n\n{source(*(records.get(names[count]) for count in found))}"
 
 
 def sharded_heads_table(records: Records) -> str:
