@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..core.device import Device
 from ..core.task import ITEMSIZE
-from ..core.units import duration, size
 from ..kernels import registry
 from ..routing.kernels import source
 from ..routing.rules import Call, Rule, checked_rule
 from ..routing.rules import sizes_of as sequences_of
+from .own_kernels import EAGER, OtherWay, OwnKernelExplanation, why_no_cuda
 from .rows import described, sizes_of
-from .sampling import EAGER, OtherWay, why_no_cuda
 
 ROUTE = "route"
 
@@ -58,36 +57,13 @@ class RouteKernel(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True)
-class RouteExplanation:
-    """The result of `explain` for `route`; `str()` of it is a text to read.
+@dataclass(frozen=True, repr=False)
+class RouteExplanation(OwnKernelExplanation):
+    """The result of `explain` for `route`; `str()` of it is a text to read."""
 
-    Attributes:
-        problem: What the way depends on.
-        device: The device that was planned for.
-        kernel: The kernel that takes the call; None where the operations of the framework do.
-        reason: One sentence: why the call takes this way.
-        others: The other way, with the reason.
-    """
-
+    function = ROUTE
     problem: Gate
-    device: Device
     kernel: RouteKernel | None
-    reason: str
-    others: tuple[OtherWay, ...]
-
-    @property
-    def bytes(self) -> int:
-        """The fewest bytes that any way moves: the logits once, and what is returned."""
-        q = self.problem
-        wide, tokens = 8 if q.dtype == "float64" else 4, q.sequences * q.tokens
-        of_experts = q.sequences * q.rule.experts * (4 + (wide if q.prob_sums else 0))
-        return self._read + tokens * (q.rule.k * (wide + 4) + wide) + of_experts
-
-    @property
-    def floor_us(self) -> float:
-        """Microseconds of these bytes at the bandwidth of the device."""
-        return self.bytes / (self.device.bandwidth * 1e3)
 
     @property
     def name(self) -> str:
@@ -106,43 +82,31 @@ class RouteExplanation:
         )
 
     @property
-    def _read(self) -> int:
+    def read_bytes(self) -> int:
+        """The bytes of the logits."""
         q = self.problem
         return q.sequences * q.tokens * q.rule.experts * ITEMSIZE[q.dtype]
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Names and values, in reading order."""
-        found = [("way", f"{self.name}: {self.reason}")]
-        if self.kernel:
-            blocks = f"{self.problem.sequences} x {self.kernel.blocks} blocks of {self.kernel.threads} threads"
-            found.append(("launch", f"{blocks}, {self.kernel.lanes} for a token"))
-        return [
-            *found,
-            ("bytes", f"{size(self.bytes)}: the logits once, and {size(self.bytes - self._read)} of results"),
-            ("floor", f"{duration(self.floor_us)} at {self.device.bandwidth:.0f} GB/s"),
-        ]
+    @property
+    def written_bytes(self) -> int:
+        """The bytes of weights, indices and lse of each token, and of the counts and sums of each expert."""
+        q = self.problem
+        wide = 8 if q.dtype == "float64" else 4
+        of_experts = q.sequences * q.rule.experts * (4 + (wide if q.prob_sums else 0))
+        return q.sequences * q.tokens * (q.rule.k * (wide + 4) + wide) + of_experts
+
+    @property
+    def launch(self) -> str:
+        """The blocks and threads of the kernel."""
+        assert self.kernel is not None
+        blocks = f"{self.problem.sequences} x {self.kernel.blocks} blocks of {self.kernel.threads} threads"
+        return f"{blocks}, {self.kernel.lanes} for a token"
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, for JSON."""
+        found = super().as_dict()
         rule = self.problem.rule._asdict() | {"score": self.problem.rule.score.value}
-        return {
-            "function": ROUTE,
-            "problem": self.problem._asdict() | {"rule": rule},
-            "device": asdict(self.device),
-            "way": self.name,
-            "kernel": self.kernel and self.kernel._asdict(),
-            "reason": self.reason,
-            "bytes": self.bytes,
-            "floor_us": self.floor_us,
-            "others": [other._asdict() for other in self.others],
-        }
-
-    def __repr__(self) -> str:
-        return f"<RouteExplanation {self.asked}: {self.name}>"
-
-    def __str__(self) -> str:
-        lines = [self.asked, *(f"  {name:<8}{value}" for name, value in self.facts())]
-        return "\n".join([*lines, *(f"  not {other.name}: {other.why_not}" for other in self.others)])
+        return found | {"problem": found["problem"] | {"rule": rule}}
 
 
 def explain_route(

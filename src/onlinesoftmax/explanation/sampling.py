@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..core.device import Device
 from ..core.task import ITEMSIZE
-from ..core.units import duration, size
 from ..kernels import registry
-from ..kernels.cuda import xla_handler
 from ..sampling.kernels import unfiltered
 from ..sampling.kernels.choice import is_unfiltered, refusal
 from ..sampling.kernels.source import MOST_TOP, shape_of
 from ..sampling.rules import checked_parameters
+from .own_kernels import EAGER, OtherWay, OwnKernelExplanation, why_no_cuda
 from .rows import described, sizes_of
 
 SAMPLE = "sample"
-
-EAGER = {"torch": "PyTorch's operations", "jax": "XLA's operations"}
-"""Name of the way without a kernel of ours, by framework."""
 
 FILTERS = ("top_k", "top_p", "min_p")
 
@@ -69,48 +65,13 @@ class Kernel(NamedTuple):
     reason: str
 
 
-class OtherWay(NamedTuple):
-    """A way that the call does not take.
+@dataclass(frozen=True, repr=False)
+class SampleExplanation(OwnKernelExplanation):
+    """The result of `explain` for `sample`; `str()` of it is a text to read."""
 
-    Attributes:
-        name: Name of a kernel, or one of EAGER.
-        why_not: The reason, in one sentence.
-    """
-
-    name: str
-    why_not: str
-
-
-@dataclass(frozen=True)
-class SampleExplanation:
-    """The result of `explain` for `sample`; `str()` of it is a text to read.
-
-    Attributes:
-        problem: What the way depends on.
-        device: The device that was planned for.
-        kernel: The kernel that takes the call; None where the operations of the framework do.
-        reason: One sentence: why the call takes this way.
-        others: The other ways, with the reasons.
-    """
-
+    function = SAMPLE
     problem: Asked
-    device: Device
     kernel: Kernel | None
-    reason: str
-    others: tuple[OtherWay, ...]
-
-    @property
-    def bytes(self) -> int:
-        """The fewest bytes that any way moves: the logits once, and what is returned for each row."""
-        q = self.problem
-        wide = 8 if q.dtype == "float64" else 4
-        # Token, log-probability, lse, kept, valid; and the listed tokens.
-        return q.rows * (q.tokens * ITEMSIZE[q.dtype] + 17 + 2 * wide + q.top * (8 + wide))
-
-    @property
-    def floor_us(self) -> float:
-        """Microseconds of these bytes at the bandwidth of the device."""
-        return self.bytes / (self.device.bandwidth * 1e3)
 
     @property
     def name(self) -> str:
@@ -125,43 +86,22 @@ class SampleExplanation:
         given = ", ".join([*q.filters, *listed, *q.options])
         return f"{SAMPLE} of {q.rows} x {q.tokens} {q.dtype}{f' with {given}' if given else ''} on {self.device.name}"
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Names and values, in reading order."""
-        return [
-            ("way", f"{self.name}: {self.reason}"),
-            *(
-                [("launch", f"{self.problem.rows} x {self.kernel.blocks} blocks of {self.kernel.threads} threads")]
-                if self.kernel
-                else []
-            ),
-            ("bytes", f"{size(self.bytes)}: the logits once, and {size(self.bytes - self._read)} of results"),
-            ("floor", f"{duration(self.floor_us)} at {self.device.bandwidth:.0f} GB/s"),
-        ]
-
     @property
-    def _read(self) -> int:
+    def read_bytes(self) -> int:
+        """The bytes of the logits."""
         return self.problem.rows * self.problem.tokens * ITEMSIZE[self.problem.dtype]
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
-        return {
-            "function": SAMPLE,
-            "problem": self.problem._asdict(),
-            "device": asdict(self.device),
-            "way": self.name,
-            "kernel": self.kernel and self.kernel._asdict(),
-            "reason": self.reason,
-            "bytes": self.bytes,
-            "floor_us": self.floor_us,
-            "others": [other._asdict() for other in self.others],
-        }
+    @property
+    def written_bytes(self) -> int:
+        """The bytes of token, log-probability, lse, kept and valid, and of the listed tokens."""
+        wide = 8 if self.problem.dtype == "float64" else 4
+        return self.problem.rows * (17 + 2 * wide + self.problem.top * (8 + wide))
 
-    def __repr__(self) -> str:
-        return f"<SampleExplanation {self.asked}: {self.name}>"
-
-    def __str__(self) -> str:
-        lines = [self.asked, *(f"  {name:<8}{value}" for name, value in self.facts())]
-        return "\n".join([*lines, *(f"  not {other.name}: {other.why_not}" for other in self.others)])
+    @property
+    def launch(self) -> str:
+        """The blocks and threads of the kernel."""
+        assert self.kernel is not None
+        return f"{self.problem.rows} x {self.kernel.blocks} blocks of {self.kernel.threads} threads"
 
 
 def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
@@ -247,11 +187,6 @@ def explain_sample(problem: Asked, device: Device, named: bool) -> SampleExplana
     return SampleExplanation(
         problem, device, found, found.reason, (other, OtherWay(EAGER[problem.framework], "a kernel takes the call"))
     )
-
-
-def why_no_cuda(framework: str) -> str | None:
-    """The reason why the CUDA kernels do not run on this machine; None where they do."""
-    return xla_handler.unavailable() if framework == "jax" else registry.unavailable("cuda")
 
 
 def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
