@@ -201,7 +201,7 @@ LONG_LISTS = checked_rule("route", 64, 6, "softmax", "score_first", (None, None,
 def choose_experts(rule: Rule, folder: Path) -> None:
     """Run the kernel that routes, on several tokens of each team, of two blocks of a sequence."""
     tokens, experts, k = 80, rule.experts, rule.k
-    flags = frozenset({"COUNTS", "PROB_SUMS", *({"GROUPED", "SCORED_GROUPS"} if rule.groups > 1 else ())})
+    flags = frozenset({"COUNTS", "PROB_SUMS", *({"GROUPED", "SCORED_GROUPS"} if rule.groups > 1 else {"LOSSES"})})
     shape = routing.shape_of(rule, "float32", 4, flags, tokens, 1, KNOWN["h100"])
     assert shape is not None
     shape = shape._replace(threads=64)
@@ -209,7 +209,9 @@ def choose_experts(rule: Rule, folder: Path) -> None:
         "x": np.tile(np.linspace(-3, 3, experts, dtype=np.float32), (tokens, 1)),
         "weights": np.zeros((tokens, k), np.float32), "indices": np.zeros((tokens, k), np.int32),
         "lse": np.zeros(tokens, np.float32), "counts": np.zeros(experts, np.int32),
-        "prob_sums": np.zeros(experts, np.float32), "words": np.zeros(2 * experts + 1, np.int64),
+        "prob_sums": np.zeros(experts, np.float32), "balance": np.zeros(1, np.float32),
+        "z_loss": np.zeros(1, np.float32), "slopes": np.zeros(experts + 1, np.float32),
+        "words": np.zeros(routing.words_of(shape, rule, 1, 2), np.int64),
     }  # fmt: skip
     pointers = (arrays[name].ctypes.data if name in arrays else 0 for name in routing.POINTERS)
     fields = np.array([*pointers, *routing.numbers_of(shape, rule, experts, tokens, 2)])

@@ -9,25 +9,27 @@ import numpy as np
 import pytest
 import torch
 
+import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.routing import reference
+from onlinesoftmax.routing import losses, reference, run
 from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
-from onlinesoftmax.routing.results import Routed
-from onlinesoftmax.routing.rules import Call, Gradients, checked_rule
+from onlinesoftmax.routing.results import Losses, Routed, losses_of, with_losses
+from onlinesoftmax.routing.rules import Call, Gradients, LossGradients, Rule, checked_rule
+from onlinesoftmax.routing.run import in_shape, training
 
 Tensor = torch.Tensor
 
 
 def a_call(x: Tensor, k: int, sequences: int = 1, **given: Any) -> Call:
-    """A call that wants all results."""
+    """A call that wants all results, and of one sequence the losses too."""
     groups = given.get("groups"), given.get("group_k"), given.get("group_score", "top2_sum")
     score, order = given.get("score", "softmax"), given.get("order", "score_first")
     numbers = groups, given.get("renormalize", True), given.get("scale", 1.0)
     rule = checked_rule("route", x.shape[1], k, score, order, *numbers)
     operands = (given.get(name) for name in ("bias", "mask", "indices"))
-    return Call(x, *operands, rule, sequences, len(x) // sequences, True, score != "identity")
+    return training(Call(x, *operands, rule, sequences, len(x) // sequences, True, score != "identity"))
 
 
 def simulated(call: Call, folder: Path, parts: int) -> Routed:
@@ -43,26 +45,33 @@ def simulated(call: Call, folder: Path, parts: int) -> Routed:
         "lse": torch.full((count,), -5.0), "counts": torch.full((call.sequences, rule.experts), -5, dtype=torch.int32),
         "prob_sums": torch.full((call.sequences, rule.experts), -5.0),
     }  # fmt: skip
-    words = torch.zeros(call.sequences * (2 * rule.experts + 1), dtype=torch.int64)
-    memory = {"x": x, "bias": call.bias, "mask": call.mask, "given": call.indices, "words": words, **out}
+    slopes = torch.full((-(-rule.experts // 4) * 4 + 1,), -5.0)
+    of_losses = Losses(torch.full((), -5.0), torch.full((), -5.0), slopes)
+    words = torch.zeros(source.words_of(shape, rule, call.sequences, parts), dtype=torch.int64)
+    memory = (
+        {"x": x, "bias": call.bias, "mask": call.mask, "given": call.indices, "words": words}
+        | out
+        | of_losses._asdict()
+    )
     pointers = [0 if memory[name] is None else memory[name].data_ptr() for name in source.POINTERS]
     numbers = source.numbers_of(shape, rule, x.stride(0), tokens, parts)
     simulate_sample(shape, np.array([*pointers, *numbers], np.int64), call.sequences * parts, folder, source)
     assert not words.any(), "the kernel left words behind"
     if not call.prob_sums:
         out["prob_sums"] = None
-    return Routed(**out)
+    return with_losses(Routed(**out), of_losses if call.losses else None)
 
 
-def simulated_gradient(call: Call, found: Routed, given: Gradients, folder: Path) -> Tensor:
+def simulated_gradient(
+    call: Call, found: Routed, given: Gradients, folder: Path, losses: LossGradients | None = None
+) -> Tensor:  # fmt: skip
     """The gradient that the kernel writes."""
     x, rule = call.x, call.rule
     dtype = str(x.dtype).removeprefix("torch.")
-    shape = gradient.shape_of(rule, dtype, cuda.width_of(x), gradient.flags_of(call, given))
+    shape = gradient.shape_of(rule, dtype, cuda.width_of(x), gradient.flags_of(call, given, losses))
     shape = shape._replace(threads=max(shape.team, 32))
     dx = torch.full(x.shape, -5.0, dtype=x.dtype)
-    operands = (x, call.bias, found.indices, found.lse, given.weights, given.prob_sums, given.lse, dx)
-    pointers = [0 if t is None else t.data_ptr() for t in operands]
+    pointers = gradient_launch.addresses(call, found, given, losses, dx)
     numbers = gradient.numbers_of(rule, x.stride(0), len(x) // call.sequences, 2)
     fields = np.array([*pointers, *numbers], np.int64)
     simulate_sample(shape, fields, call.sequences * 2, folder, gradient)
@@ -78,6 +87,24 @@ def check(call: Call, folder: Path, parts: int = 2) -> None:
     near(got.lse, want.lse)
     if call.prob_sums:
         near(got.prob_sums, want.prob_sums)
+    if call.losses:
+        check_losses(losses_of(got), want, call.rule)
+
+
+def check_losses(got: Losses | None, want: Routed, rule: Rule) -> None:
+    """Compare losses and their derivatives with those of the formulas."""
+    assert got is not None
+    one = in_shape(want, rule, (len(want.lse),), False)
+    assert one.prob_sums is not None
+    sums, lse = (t.double().requires_grad_() for t in (one.prob_sums, one.lse))
+    one = one._replace(prob_sums=sums, lse=lse)
+    balance, z_loss = losses.load_balancing_loss(one, "switch"), losses.router_z_loss(one)
+    for ours, exact in ((got.balance, balance), (got.z_loss, z_loss)):
+        torch.testing.assert_close(ours.cpu().double(), exact, rtol=1e-5, atol=1e-8, equal_nan=True)
+    (of_sums,), (of_lse,) = torch.autograd.grad(balance, sums), torch.autograd.grad(z_loss, lse)
+    slopes = got.slopes.cpu().double()
+    torch.testing.assert_close(slopes[: rule.experts], of_sums, rtol=1e-5, atol=0, equal_nan=True)
+    torch.testing.assert_close(one.lse * slopes[-1], of_lse, rtol=1e-5, atol=0, equal_nan=True)
 
 
 def near(got: Tensor, want: Tensor, error: float = 2e-6) -> None:
@@ -221,6 +248,56 @@ def test_gradients(score: str, renormalize: bool, given: str, folder: Path) -> N
         call = a_call(x, 5, 2, score=score, renormalize=renormalize, scale=2.5, mask=mask, indices=indices)
         found = reference.found_at(call, reference.choose(call))
         near(simulated_gradient(call, found, some, folder), reference.gradient(call, found, some), 1e-5)
+
+
+def trained(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Routed:
+    """The results of simulated kernels, recorded by autograd."""
+
+    def differentiate(call: Call, found: Routed, *given: Any) -> Tensor:
+        some, losses = gradient_launch.readable(call, found, *given)
+        return simulated_gradient(call, found, some, folder, losses)
+
+    monkeypatch.setattr(run, "_gradient_by_kernel", differentiate)
+    found = run.recorded(call, lambda x, *_: simulated(call._replace(x=x.detach()), folder, 2))
+    return in_shape(found, call.rule, (len(call.x),), False)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_gradients_of_both_losses(score: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of the gradient takes those of the losses as numbers."""
+    x, mask, generator = logits(40, 60).requires_grad_(), torch.arange(40) % 7 != 3, torch.Generator().manual_seed(3)
+    call = a_call(x, 5, mask=mask, score=score, renormalize=False)
+    ours = trained(call, folder, monkeypatch)
+    want = in_shape(reference.found_at(call, reference.choose(call)), call.rule, (40,), False)
+    noise = [torch.randn(t.shape, generator=generator) for t in (want.weights, want.prob_sums, want.lse)]
+    found: list[list[Tensor]] = []
+    for one in (ours, want):
+        balance, z_loss = osm.load_balancing_loss(one) * 30, osm.router_z_loss(one) * -2
+        own = [(t * dy).sum() for t, dy in zip((one.weights, one.prob_sums, one.lse), noise, strict=True)]
+        sums = [balance, z_loss, balance + z_loss, own[0] + balance + z_loss, sum(own) + balance + z_loss]
+        found.append([torch.autograd.grad(total, x, retain_graph=True)[0] for total in sums])
+        (first,) = torch.autograd.grad(sums[-1], x, create_graph=True)
+        found[-1] += [first.detach(), *torch.autograd.grad(first.square().sum(), x)]
+    for dx, exact in zip(*found, strict=True):
+        near(dx, exact, 1e-5)
+
+
+def test_a_loss_is_that_of_the_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's loss is for one caller, as long as nobody has changed the results."""
+    routed = trained(a_call(logits(24, 60).requires_grad_(), 5), folder, monkeypatch)
+    kept = losses_of(routed)
+    assert kept is not None
+    assert kept.z_loss is not None
+    with torch.no_grad():
+        assert not osm.router_z_loss(routed).requires_grad
+    first, second = osm.router_z_loss(routed), osm.router_z_loss(routed)
+    assert first is kept.z_loss
+    first.mul_(2)
+    near(second * 2, first)
+    assert osm.load_balancing_loss(routed._replace(prob_sums=2 * routed.prob_sums)) > 1.5
+    assert routed.counts is not None
+    routed.counts[1:] = 0
+    near(osm.load_balancing_loss(routed), losses.load_balancing_loss(Routed(*routed), "switch"))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])

@@ -161,7 +161,8 @@ def load_balancing_loss(
             mean of their gradients is its gradient, as DistributedDataParallel takes it.
 
     Returns:
-        A scalar, differentiable in the logits; 0 without a token.  Of DTensors, a DTensor that every process has.
+        A scalar, differentiable in the logits; 0 without a token.  Of DTensors, a DTensor that every process has.  On a
+        GPU, `route` may have computed it; then changes of routed in place that PyTorch does not count are not noticed.
 
     Raises:
         TypeError, ValueError: routed is no result of `route`, or has no counts or no prob_sums; kind is unknown; a
@@ -178,7 +179,7 @@ def load_balancing_loss(
     """
 
     def loss(routed: Any) -> Any:
-        return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group), _fused_of(routed))
+        return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group), _fused_of(routed, group))
 
     return loss(routed) if not _has_dtensors(routed) else _of_processes(routed, group, loss)
 
@@ -207,7 +208,8 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
     """
 
     def loss(routed: Any) -> Any:
-        return losses.router_z_loss(routed, lambda counts: total(counts, group, together=True), _fused_of(routed))
+        fused = _fused_of(routed, group)
+        return losses.router_z_loss(routed, lambda counts: total(counts, group, together=True), fused)
 
     return loss(routed) if not _has_dtensors(routed) else _of_processes(routed, group, loss, over_tokens=True)
 
@@ -230,13 +232,13 @@ def check_no_group(group: Any) -> None:
         raise ValueError("group: the counts are a DTensor, which is of all processes of its mesh: leave group out")
 
 
-def _fused_of(routed: Any) -> losses.Fused | None:
+def _fused_of(routed: Any, group: Any) -> losses.Fused | None:
     """The function that computes a loss of torch tensors by a kernel; None for arrays of NumPy."""
     if not isinstance(routed, Routed) or isinstance(routed.lse, np.ndarray):
         return None
     from . import loss_run
 
-    return loss_run.fused
+    return loss_run.fused if group is not None else lambda *given: loss_run.own_loss(routed, *given)
 
 
 def total(counts: Any, group: Any, together: bool = False) -> tuple[Any, int]:

@@ -13,8 +13,27 @@ from ..kernels import registry
 from ..torch.arguments import is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
+from .results import Routed, WithLosses
 
 Tensor = torch.Tensor
+
+
+def own_loss(routed: Routed, values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor | None:
+    """`fused`, of the results of one process: the loss that the kernel of `route` has computed too, if there is one."""
+    name = "z_loss" if z_loss else "balance"
+    if not isinstance(routed, WithLosses) or torch.compiler.is_compiling() or is_transformed():
+        return fused(values, counts, factor, z_loss)
+    found: Tensor | None = getattr(routed.losses, name)
+    # It is recorded by autograd, and belongs to the results as they were.
+    if found is None or not torch.is_grad_enabled() or _have_changed(routed):
+        return fused(values, counts, factor, z_loss)
+    # The caller may change it in place, so no other caller gets it.
+    routed.losses = routed.losses._replace(**{name: None})
+    return found
+
+
+def _have_changed(routed: Routed) -> bool:
+    return any(t is not None and t._version for t in (routed.counts, routed.prob_sums, routed.lse))
 
 
 def fused(values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor | None:

@@ -21,7 +21,11 @@ or lse, and the loss is factor * sum(values^2) / sum(counts).
 """
 
 
-def load_balancing_loss(routed: Any, kind: Any, total: Total, fused: Fused | None = None) -> Array:
+def _own(counts: Array) -> tuple[Array, int]:
+    return counts, 1
+
+
+def load_balancing_loss(routed: Any, kind: Any, total: Total = _own, fused: Fused | None = None) -> Array:
     """The loss, as the public functions describe it."""
     caller = "load_balancing_loss()"
     _check(caller, routed)
@@ -49,7 +53,7 @@ def load_balancing_loss(routed: Any, kind: Any, total: Total, fused: Fused | Non
     return each.sum() / _divisor((chosen > 0).sum()) if each.ndim else each
 
 
-def router_z_loss(routed: Any, total: Total, fused: Fused | None = None) -> Array:
+def router_z_loss(routed: Any, total: Total = _own, fused: Fused | None = None) -> Array:
     """The loss, as the public functions describe it."""
     _check("router_z_loss()", routed)
     lse, (counts, parts) = routed.lse, total(routed.counts)

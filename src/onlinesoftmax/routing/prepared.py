@@ -10,7 +10,7 @@ import torch
 from ..torch.fast_path import PREPARED_CALLS, keep, look_up
 from .results import Routed
 from .rules import Call
-from .run import bound, found_of, in_shape, recorded
+from .run import bound, found_of, in_shape, recorded, training
 
 __all__ = ["look_up", "prepare"]
 
@@ -40,7 +40,8 @@ def prepare(logits: Tensor, bias: Any, mask: Any, arguments: tuple[Any, ...], ca
         return False
     rule, count, flat = call.rule, len(call.x), len(rows) == 1
     records = torch.is_grad_enabled() and logits.requires_grad
-    numbers = (None, rule, call.sequences, call.tokens, call.counts, call.prob_sums)
+    call = training(call) if records else call
+    numbers = (None, rule, call.sequences, call.tokens, call.counts, call.prob_sums, call.losses)
     # Logits that are copied to be flat lie elsewhere.
     run = bound(call) if call.x.data_ptr() == logits.data_ptr() else None
 

@@ -28,3 +28,44 @@ class Routed(NamedTuple):
     prob_sums: Array | None
     lse: Array
     dense: Array | None = None
+
+
+class Losses(NamedTuple):
+    """The losses of one sequence, by the kernel that routes its tokens.
+
+    Attributes:
+        balance: () float32: the load-balancing loss; None once it has been handed out.
+        z_loss: The same of the z-loss.
+        slopes: float32: the derivative of `balance` in each of prob_sums; at the end, that of `z_loss` in lse, divided
+            by lse; None in what the caller gets.
+    """
+
+    balance: Array | None
+    z_loss: Array | None
+    slopes: Array | None
+
+
+class WithLosses(Routed):
+    """The results of `route` by a kernel that has computed both losses too.
+
+    A tuple that is made of this one, as by `_replace`, has no losses: they would not be those of its other fields.
+    """
+
+    losses = Losses(None, None, None)
+
+    def __repr__(self) -> str:
+        return repr(Routed(*self))
+
+
+def with_losses(routed: Routed, losses: Losses | None) -> Routed:
+    """The results with the losses, if there are some."""
+    if losses is None:
+        return routed
+    found = WithLosses(*routed)
+    found.losses = losses
+    return found
+
+
+def losses_of(routed: Routed) -> Losses | None:
+    """The losses of results, or None."""
+    return routed.losses if isinstance(routed, WithLosses) else None

@@ -78,6 +78,8 @@ class Call(NamedTuple):
         rule: How they are chosen and weighted.
         sequences, tokens: Number of sequences, and of tokens of each.  counts and prob_sums are (sequences, experts).
         counts, prob_sums: True where this result is wanted.
+        losses: True where the losses of one sequence are wanted too; then counts and prob_sums are.  Only kernels
+            compute them.
     """
 
     x: Array
@@ -89,6 +91,7 @@ class Call(NamedTuple):
     tokens: int
     counts: bool
     prob_sums: bool
+    losses: bool = False
 
     @property
     def complete(self) -> bool:
@@ -108,6 +111,36 @@ class Gradients(NamedTuple):
     weights: Array | None
     prob_sums: Array | None
     lse: Array | None
+
+
+class LossGradients(NamedTuple):
+    """Gradients of the losses that a kernel has computed with the results; None for 0.
+
+    Attributes:
+        balance, z_loss: Numbers, float32.
+        slopes: That of `Losses`, in results.py.
+    """
+
+    balance: Array | None
+    z_loss: Array | None
+    slopes: Array
+
+    def added(self, given: Gradients, call: Call, lse: Array) -> Gradients:
+        """The gradients of the results with those of the losses.
+
+        Args:
+            given: Gradients of the results.
+            call: The call.
+            lse: Its result.
+        """
+        sums, of_lse = given.prob_sums, given.lse
+        if self.balance is not None:
+            own = (self.slopes[: call.rule.experts] * self.balance)[None]
+            sums = own if sums is None else sums + own
+        if self.z_loss is not None:
+            own = lse * (self.slopes[-1] * self.z_loss)
+            of_lse = own if of_lse is None else of_lse + own
+        return Gradients(given.weights, sums, of_lse)
 
 
 def check_arrays(

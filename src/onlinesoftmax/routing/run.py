@@ -11,9 +11,9 @@ from ..torch.arguments import is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.namespace import NAMESPACE
-from . import reference
-from .results import Routed
-from .rules import Call, Gradients, Rule
+from . import losses, reference
+from .results import Losses, Routed, losses_of, with_losses
+from .rules import Call, Gradients, LossGradients, Rule
 
 Tensor = torch.Tensor
 
@@ -32,7 +32,7 @@ def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
     elif type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
         found = reference.found_at(call, reference.choose(call))
     else:
-        found = recorded(call) if torch.is_grad_enabled() and x.requires_grad else found_of(call)
+        found = recorded(training(call)) if torch.is_grad_enabled() and x.requires_grad else found_of(call)
     return in_shape(found, call.rule, rows, dense)
 
 
@@ -49,7 +49,7 @@ def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> R
     sums = None if sums is None else sums.reshape(of_sequences)
     if len(rows) != 1:
         weights, indices, lse = weights.reshape(*rows, k), indices.reshape(*rows, k), lse.reshape(rows)
-    return Routed(weights, indices, counts, sums, lse, whole)
+    return with_losses(Routed(weights, indices, counts, sums, lse, whole), losses_of(found))
 
 
 def found_of(call: Call) -> Routed:
@@ -58,7 +58,9 @@ def found_of(call: Call) -> Routed:
     return reference.found_of(call) if found is None else found
 
 
-def gradient_of(call: Call, found: Routed, given: Gradients, complete: bool = False) -> Tensor:
+def gradient_of(
+    call: Call, found: Routed, given: Gradients, complete: bool = False, losses: LossGradients | None = None
+) -> Tensor:  # fmt: skip
     """The gradient of the logits, (T, experts) in their dtype.
 
     Args:
@@ -66,9 +68,18 @@ def gradient_of(call: Call, found: Routed, given: Gradients, complete: bool = Fa
         found: Its results; weights, indices and lse are read.
         given: Gradients of the results.
         complete: True where the caller knows that no index is -1.
+        losses: Gradients of the losses; None where the kernel of the call has computed none.
     """
-    dx = _gradient_by_kernel(call, found, given)
-    return reference.gradient_of(call, found, given, complete) if dx is None else dx
+    dx = _gradient_by_kernel(call, found, given, losses)
+    if dx is not None:
+        return dx
+    given = given if losses is None else losses.added(given, call, found.lse)
+    return reference.gradient_of(call, found, given, complete)
+
+
+def training(call: Call) -> Call:
+    """The call of a training step, which may want losses: of one sequence, as those of several are added first."""
+    return call._replace(losses=call.counts and call.prob_sums and call.sequences == 1)
 
 
 def _by_kernel(call: Call) -> Routed | None:
@@ -90,13 +101,15 @@ def bound(call: Call) -> Any:
     return cuda.run_of(call)
 
 
-def _gradient_by_kernel(call: Call, found: Routed, given: Gradients) -> Tensor | None:
+def _gradient_by_kernel(
+    call: Call, found: Routed, given: Gradients, losses: LossGradients | None
+) -> Tensor | None:  # fmt: skip
     """The gradient of a call by a kernel; None where none takes the call."""
     if not _has_kernels(call.x):
         return None
     from .kernels import gradient_launch
 
-    return gradient_launch.gradient(call, found, given)
+    return gradient_launch.gradient(call, found, given, losses)
 
 
 def _has_kernels(x: Tensor) -> bool:
@@ -106,8 +119,8 @@ def _has_kernels(x: Tensor) -> bool:
 
 def recorded(call: Call, run: Any = None) -> Routed:
     """The results of a call on flat rows, recorded by autograd; by the function of `bound`, if there is one."""
-    found: Any = _Recorded.apply(call.x, call._replace(x=None), run)
-    return Routed(*found)
+    *found, balance, z_loss = _Recorded.apply(call.x, call._replace(x=None), run)
+    return with_losses(Routed(*found), None if balance is None else Losses(balance, z_loss, None))
 
 
 class _Recorded(torch.autograd.Function):
@@ -118,33 +131,48 @@ class _Recorded(torch.autograd.Function):
         found = run(x, how.bias, how.mask, how.indices) if run is not None else found_of(how._replace(x=x))
         ctx.complete = how.complete
         ctx.how = how._replace(bias=None, mask=None, indices=None)
-        ctx.save_for_backward(x, how.bias, how.mask, found.weights, found.indices, found.lse)
+        losses = losses_of(found) or Losses(None, None, None)
+        ctx.save_for_backward(x, how.bias, how.mask, found.weights, found.indices, found.lse, losses.slopes)
         ctx.mark_non_differentiable(*[t for t in (found.indices, found.counts) if t is not None])
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return *found, losses.balance, losses.z_loss
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
-        x, bias, mask, weights, indices, lse = ctx.saved_tensors
-        given = Gradients(dys[0], dys[3], dys[4])
-        if all(dy is None for dy in given):
+        x, bias, mask, weights, indices, lse, slopes = ctx.saved_tensors
+        given, balance, z_loss = Gradients(dys[0], dys[3], dys[4]), dys[6], dys[7]
+        wanted = *given, balance, z_loss
+        if all(dy is None for dy in wanted):
             return None, None, None
         call = ctx.how._replace(x=x, bias=bias, mask=mask)
         # A kernel's gradient has no derivative, and a kernel cannot read a batch.
-        if torch.is_grad_enabled() or any(map(is_batched, given)):
-            return _gradient_by_pytorch(call, indices, given), None, None
-        return gradient_of(call, Routed(weights, indices, None, None, lse), given, ctx.complete), None, None
+        if torch.is_grad_enabled() or any(map(is_batched, wanted)):
+            return _gradient_by_pytorch(call, indices, wanted), None, None
+        found = Routed(weights, indices, None, None, lse)
+        of_losses = None if slopes is None else LossGradients(balance, z_loss, slopes)
+        return gradient_of(call, found, given, ctx.complete, of_losses), None, None
 
 
-def _gradient_by_pytorch(call: Call, indices: Tensor, given: Gradients) -> Tensor:
-    """The gradient by PyTorch's automatic differentiation, which has derivatives."""
+def _gradient_by_pytorch(call: Call, indices: Tensor, given: tuple[Tensor | None, ...]) -> Tensor:
+    """The gradient by PyTorch's automatic differentiation, which has derivatives.
+
+    Args:
+        call, indices: The call, and its result.
+        given: Gradients of weights, prob_sums, lse, and of both losses.
+    """
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
         # The view has no hooks: those of x run once, after this function.
         x = call.x.view_as(call.x) if create_graph else call.x.detach().requires_grad_()
         found = reference.found_at(call._replace(x=x), indices)
-        ys = [getattr(found, name) for name, dy in given._asdict().items() if dy is not None]
-        (dx,) = torch.autograd.grad(ys, x, [dy for dy in given if dy is not None], create_graph=create_graph)
+        flat = in_shape(found, call.rule, (call.tokens,), False) if call.sequences == 1 else found
+        functions = (
+            lambda: found.weights, lambda: found.prob_sums, lambda: found.lse,
+            lambda: losses.load_balancing_loss(flat, losses.KINDS[0]), lambda: losses.router_z_loss(flat),
+        )  # fmt: skip
+        some = [(function(), dy) for function, dy in zip(functions, given, strict=True) if dy is not None]
+        ys, dys = zip(*some, strict=True)
+        (dx,) = torch.autograd.grad(ys, x, dys, create_graph=create_graph)
     gradient: Tensor = dx
     return gradient
 

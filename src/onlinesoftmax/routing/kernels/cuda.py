@@ -12,7 +12,7 @@ from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool, words_of_stream
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ..results import Routed
+from ..results import Losses, Routed, with_losses
 from ..rules import Call, Rule
 from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, width_at, words_of
 
@@ -80,7 +80,8 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
     """
     tokens, experts, k = count // sequences, rule.experts, rule.k
     parts = parts_of(shape, tokens, sequences, from_torch("cuda", index))
-    sums = "COUNTS" in shape.flags, "PROB_SUMS" in shape.flags
+    sums, losses = ("COUNTS" in shape.flags, "PROB_SUMS" in shape.flags), "LOSSES" in shape.flags
+    slopes = -(-experts // 4) * 4 + 1
     words = words_of(shape, rule, sequences, parts)
     words = 1 << (words - 1).bit_length() if words else 0
     stream_of, launch = torch._C._cuda_getCurrentRawStream, driver.library().cuLaunchKernelEx
@@ -100,7 +101,9 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
         stream = stream_of(index)
         mail = words_of_stream("route", words, 0, index, stream) if words else None
         call = pool.take(index)
-        operands = (x, bias, mask, indices, weights, chosen, lse, counts, prob_sums, mail)
+        # Two tensors, as autograd takes views of one for changes of it.
+        of_losses = [new(size, dtype=torch.float32) for size in ((), (), slopes)] if losses else (None, None, None)
+        operands = (x, bias, mask, indices, weights, chosen, lse, counts, prob_sums, *of_losses, mail)
         for i, t in enumerate(operands):
             call.fields[i] = 0 if t is None else t.data_ptr()
         call.config.stream = stream
@@ -108,6 +111,7 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
         if status:
             driver.check(driver.retry_with_context(status, call.addresses, index), "launching route_kernel")
         pool.give_back(call)
-        return Routed(weights, chosen, counts, prob_sums, lse)
+        found = Routed(weights, chosen, counts, prob_sums, lse)
+        return with_losses(found, Losses(*of_losses)) if losses else found
 
     return run

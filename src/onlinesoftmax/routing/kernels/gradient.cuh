@@ -11,6 +11,8 @@
 struct RouteGradient {
     const X* x; const float* bias; const int* indices; const float* lse;
     const float* dweights; const float* dprob_sums; const float* dlse;   // null without HAS_...
+    // dprob_sums are multiplied by dbalance, and dlse gets lse * z_slope * dz_loss; null for 1 and 0.
+    const float* dbalance; const float* z_slope; const float* dz_loss;
     X* dx;
     int64 stride, tokens, experts, parts, scale_bits;
 };
@@ -95,6 +97,8 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
 #pragma unroll
     for (int i = 0; i < (HAS_DWEIGHTS ? ITEMS : 0); ++i) spread[expert_of(i)] = 0;
     wait_for_kernel_before();
+    const float of_sums = HAS_DPROB_SUMS && p.dbalance ? *p.dbalance : 1;
+    const float of_lse = HAS_DLSE && p.dz_loss ? *p.dz_loss * *p.z_slope : 0;
     const int tokens = int(p.tokens), step = token_step(int(p.parts));
     for (int first = first_token(part, int(p.parts)); first < tokens; first += step) {
         const int place = first + token_of_team();
@@ -107,8 +111,9 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
             const float dweight = HAS_DWEIGHTS ? p.dweights[token * K + j] : 0;
             return chosen_of(expert < 0 || !HAS_DWEIGHTS ? 0 : wide(row[expert]), expert, p.bias, dweight);
         };
-        const float lse = p.lse[token], dlse = HAS_DLSE ? p.dlse[token] : 0;
-        float z[ITEMS], factor = 0;
+        const float lse = p.lse[token];
+        float z[ITEMS], factor = 0, dlse = HAS_DLSE && p.dlse ? p.dlse[token] : 0;
+        if (HAS_DLSE && p.dz_loss) dlse = fma(lse, of_lse, dlse);
         if (ROW) load_row(z, row, experts, -INF);
         const ChosenExperts<decltype(load)> chosen(load);
         float any = 0;
@@ -137,10 +142,10 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
             if (HAS_DPROB_SUMS) {
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) total = fma(z[i], dp[i], total);
-                factor -= fold_team<Sum>(total, board);
+                factor = fma(-of_sums, fold_team<Sum>(total, board), factor);
             }
 #pragma unroll
-            for (int i = 0; i < ITEMS; ++i) z[i] *= HAS_DPROB_SUMS ? dp[i] + factor : factor;
+            for (int i = 0; i < ITEMS; ++i) z[i] *= HAS_DPROB_SUMS ? fma(of_sums, dp[i], factor) : factor;
         } else {
             float sum = 0;
             if (SCORE != Score::IDENTITY) {
@@ -153,11 +158,11 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
             }
             const float up = SCORE == Score::IDENTITY ? 1 : scale_up(sum);
             const float inverse = SCORE == Score::IDENTITY ? 1 : sum == 0 ? 0 : 1 / (sum * up);
-            total = SCORE == Score::IDENTITY ? 0 : total * up * inverse;
+            total = SCORE == Score::IDENTITY ? 0 : of_sums * total * up * inverse;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const float p = z[i] == -INF || !SOFTMAX ? 0 : term_of(z[i], m) * factor;
-                z[i] = z[i] == -INF ? 0 : p + slope(z[i]) * up * (dp[i] - total) * inverse;
+                z[i] = z[i] == -INF ? 0 : p + slope(z[i]) * up * fma(of_sums, dp[i], -total) * inverse;
             }
         }
         if (!valid) {

@@ -8,15 +8,17 @@ from typing import NamedTuple
 from ...core.device import Device
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
-from ..rules import Call, Gradients, Rule, Score
+from ..rules import Call, Gradients, LossGradients, Rule, Score
 from .source import MOST_ITEMS, SHARED, THREADS, bits_of, constants_of_weights, team_of
 
 NAME = "route_gradient_kernel"
 
-FILES = (*SHARED, *((name, str(__package__)) for name in ("lanes", "weights", "gradient")))
+FILES = (*SHARED, *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "gradient")))
 """Files of the kernel, in the order of inclusion."""
 
-POINTERS = ("x", "bias", "indices", "lse", "dweights", "dprob_sums", "dlse", "dx")
+POINTERS = (
+    "x", "bias", "indices", "lse", "dweights", "dprob_sums", "dlse", "dbalance", "z_slope", "dz_loss", "dx",
+)  # fmt: skip
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
 NUMBERS = ("stride", "tokens", "experts", "parts", "scale_bits")
@@ -91,10 +93,11 @@ def prologue(shape: Shape) -> str:
     return constants_of_weights(shape.score, shape.renormalize, shape.dtype, numbers)
 
 
-def flags_of(call: Call, given: Gradients) -> frozenset[str]:
+def flags_of(call: Call, given: Gradients, losses: LossGradients | None = None) -> frozenset[str]:
     """The constants of a call's kernel that are true."""
-    holds = call.bias, given.weights, given.prob_sums, given.lse
-    return frozenset(name for name, value in zip(FLAGS, holds, strict=True) if value is not None)
+    sums, z = (None, None) if losses is None else losses[:2]
+    holds = (call.bias,), (given.weights,), (given.prob_sums, sums), (given.lse, z)
+    return frozenset(name for name, some in zip(FLAGS, holds, strict=True) if any(t is not None for t in some))
 
 
 def numbers_of(rule: Rule, stride: int, tokens: int, parts: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from ...sampling.kernels.choice import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
-from ..rules import Call, Gradients, Rule
+from ..rules import Call, Gradients, LossGradients, Rule
 from .cuda import adjacent, dtype_of, width_of
 from .gradient import Shape, flags_of, launch_of, shape_of
 from .source import MOST_TOKENS
@@ -22,22 +22,35 @@ from .source import MOST_TOKENS
 Tensor = torch.Tensor
 
 
-def gradient(call: Call, found: Routed, given: Gradients) -> Tensor | None:
-    """The gradient of the logits of a call on a GPU, as reference.gradient; None if no kernel takes it."""
+def gradient(call: Call, found: Routed, given: Gradients, losses: LossGradients | None = None) -> Tensor | None:
+    """The gradient of the logits of a call on a GPU, as run.gradient_of; None if no kernel takes it."""
     x = adjacent(call.x)
     index = x.get_device()
     if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) > MOST_TOKENS:
         return None
+    given, losses = readable(call, found, given, losses)
     given = Gradients(*(None if t is None else t.contiguous() for t in given))
     width = width_of(x)
     if given.prob_sums is not None and given.prob_sums.data_ptr() % 16:
         width = 1
-    flags = flags_of(call, given)
+    flags = flags_of(call, given, losses)
     run = _run_of(call.rule, dtype_of(x), width, flags, len(x), x.stride(0), call.sequences, index)
-    return run(call._replace(x=x), found, given)
+    return run(call._replace(x=x), found, given, losses)
 
 
-Run = Callable[[Call, Routed, Gradients], Tensor]
+def readable(
+    call: Call, found: Routed, given: Gradients, losses: LossGradients | None
+) -> tuple[Gradients, LossGradients | None]:  # fmt: skip
+    """Gradients as the kernel reads them: at most one vector for prob_sums, and numbers on its device."""
+    if losses is None:
+        return given, None
+    two = given.prob_sums is not None and losses.balance is not None
+    if two or any(t is not None and t.device != call.x.device for t in losses[:2]):
+        return losses.added(given, call, found.lse), None
+    return given, losses
+
+
+Run = Callable[[Call, Routed, Gradients, LossGradients | None], Tensor]
 
 
 @lru_cache(MOST_ENTRIES)
@@ -51,21 +64,33 @@ def _run_of(
     return bind(shape, rule, count, stride, sequences, index)
 
 
+def addresses(call: Call, found: Routed, given: Gradients, losses: LossGradients | None, dx: Tensor) -> list[int]:
+    """The addresses of the tensors, in the order of POINTERS; the arguments are those of `gradient`, and its result."""
+    weights, sums, lse = given
+    z_slope, balance, z_loss = 0, None, None
+    if losses is not None:
+        balance, z_loss, slopes = losses
+        sums = sums if balance is None else slopes
+        z_slope = slopes.data_ptr() + slopes.element_size() * (slopes.numel() - 1)
+    before = [call.x, call.bias, found.indices, found.lse, weights, sums, lse, balance]
+    first, second = ([0 if t is None else t.data_ptr() for t in part] for part in (before, [z_loss, dx]))
+    return [*first, z_slope, *second]
+
+
 def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:
     """`gradient` by a kernel; the arguments are those of cuda.bind."""
     device = from_torch("cuda", index)
     pool = argument_pool(launch_of(shape, rule, stride, count // sequences, sequences, device))
 
-    def run(call: Call, found: Routed, given: Gradients) -> Tensor:
+    def run(call: Call, found: Routed, given: Gradients, losses: LossGradients | None) -> Tensor:
         if torch.cuda.current_device() != index:
             # The default stream is that of the current device.
             with torch.cuda.device(index):
-                return run(call, found, given)
+                return run(call, found, given, losses)
         dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
         launch = pool.take(index)
-        operands = (call.x, call.bias, found.indices, found.lse, given.weights, given.prob_sums, given.lse, dx)
-        for i, t in enumerate(operands):
-            launch.fields[i] = 0 if t is None else t.data_ptr()
+        for i, address in enumerate(addresses(call, found, given, losses, dx)):
+            launch.fields[i] = address
         launch.config.stream = torch._C._cuda_getCurrentRawStream(index)
         driver.launch(launch, index, "launching route_gradient_kernel")
         pool.give_back(launch)

@@ -3,7 +3,7 @@
 // TEAM adjacent threads share a token, and TEAMS teams make a block: a team is a part of a warp, or the whole block.  A
 // lane holds ITEMS logits: CHUNKS chunks of WIDTH adjacent ones, TEAM * WIDTH apart.
 
-constexpr int ITEMS = CHUNKS * WIDTH, TEAMS = THREADS / TEAM, WARPS = THREADS / 32, LANES = TEAM < 32 ? TEAM : 32;
+constexpr int ITEMS = CHUNKS * WIDTH, TEAMS = THREADS / TEAM, LANES = TEAM < 32 ? TEAM : 32;
 static_assert(ITEMS <= 32 && THREADS % TEAM == 0 && (TEAM <= 32 || TEAMS == 1));
 
 // Tokens that a warp, or a team that is the block, takes at a time, and how many of those the block has.

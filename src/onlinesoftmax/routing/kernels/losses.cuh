@@ -14,20 +14,7 @@ struct RouterLoss {
     int64 sequences, experts, tokens, factor_bits;
 };
 
-constexpr int WARPS = THREADS / 32;
-
 struct alignas(16) FourFloats { float of[4]; };
-
-// The sum of the threads of a block, for each of them; the warps are added in their order.
-template <class T> __device__ inline T add_block(T a, T* of_warps) {
-    a = add_lanes(a);
-    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = a;
-    __syncthreads();
-    T total = 0;
-#pragma unroll
-    for (int i = 0; i < WARPS; ++i) total += of_warps[i];
-    return total;
-}
 
 __device__ inline float slope_of(float factor, int64 n) { return n > 0 ? factor / float(n) / float(n) : 0; }
 

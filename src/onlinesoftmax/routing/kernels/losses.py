@@ -15,7 +15,7 @@ NAME = "router_loss_kernel"
 
 FILES = (
     *((name, cuda.__name__) for name in ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages")),
-    ("losses", str(__package__)),
+    *((name, str(__package__)) for name in ("block_sum", "losses")),
 )
 """Files of the kernel, in the order of inclusion."""
 

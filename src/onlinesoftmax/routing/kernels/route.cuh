@@ -4,9 +4,6 @@
 // Chosen:     for route.
 // Bytes:      one read of the logits; 8 * k + 4 bytes written for a token.
 // Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts.
-//
-// The blocks of a sequence add whole numbers to words of memory: counts, and probabilities in units of a power of two.  So
-// their order does not matter.
 
 // Writes the results of a token that is `inside` its sequence, and counts its experts.  Returns true if it is valid.
 __device__ inline bool write_token(
@@ -80,99 +77,6 @@ __device__ inline void add_probabilities(
         if (items >> i & 1) sums[i] += z[i] * factor;
 }
 
-// Adds the sums of the block's teams, and those of the blocks of a sequence; the last block to add writes them.
-__device__ inline void write_sums(
-    const Route& p, int64 sequence, float (&sums)[ITEMS], const int* counts, float* partial
-) {
-    constexpr int ROWS = TEAM > 32 ? 1 : WARPS;
-    const int experts = int(p.experts), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const float unit = __uint_as_float(unsigned(p.unit_bits));
-    __syncthreads();   // the teams' memory is used no more, and all tokens are counted
-    if (PROB_SUMS) {
-#pragma unroll
-        for (int i = 0; i < ITEMS; ++i) {
-#pragma unroll
-            for (int step = TEAM; step < 32; step *= 2) sums[i] += across(sums[i], step);
-            if ((TEAM > 32 || lane < TEAM) && expert_of(i) < experts)
-                partial[(TEAM > 32 ? 0 : warp) * experts + expert_of(i)] = sums[i];
-        }
-        __syncthreads();
-    }
-    const auto sum_of = [&](int expert) {
-        float sum = 0;
-        for (int i = 0; i < ROWS; ++i) sum += partial[i * experts + expert];
-        return sum;
-    };
-    int* const all_counts = p.counts + sequence * experts;
-    float* const all_sums = p.prob_sums + sequence * experts;
-    if (p.parts == 1) {
-        for (int expert = threadIdx.x; expert < experts; expert += THREADS) {
-            if (COUNTS) all_counts[expert] = counts[expert];
-            if (PROB_SUMS) all_sums[expert] = sum_of(expert);
-        }
-        return;
-    }
-    // A word of each count, then of each sum: blocks are counted from bit 54 on, NaN from bit 44 on.
-    constexpr uint64 BLOCK = uint64(1) << 54, NAN = uint64(1) << 44;
-    const int items = (COUNTS + PROB_SUMS) * experts;
-    uint64* const words = p.words + sequence * (items + 1);
-    const auto word_of_item = [&](int item) {
-        if (COUNTS && item < experts) return uint64(counts[item]);
-        const float sum = sum_of(item - COUNTS * experts);
-        return sum - sum == 0 ? __float2ull_rn(sum * unit) : NAN;   // for an infinite sum too
-    };
-    const auto write_item = [&](int item, uint64 all) {
-        if (COUNTS && item < experts) {
-            all_counts[item] = int(unsigned(all));
-            return;
-        }
-        const bool has_nan = all % BLOCK >= NAN;
-        all_sums[item - COUNTS * experts] = has_nan ? NOT_A_NUMBER : float(double(all % NAN) / double(unit));
-    };
-    if constexpr (TEAM > 32) {
-        // Most of many experts have no token in a block.  A ticket tells which block is the last one.
-        for (int item = threadIdx.x; item < items; item += THREADS) {
-            const uint64 own = word_of_item(item);
-            if (own) add_to_word(&words[item], own);
-        }
-        __shared__ int is_last;
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            __threadfence();   // all that the block has added, which the barrier orders before
-            is_last = add_and_look(&words[items], 1) == p.parts - 1;
-        }
-        __syncthreads();
-        if (!is_last) return;
-        __threadfence();
-        for (int item = threadIdx.x; item < items; item += THREADS) {
-            write_item(item, look_word(&words[item]));
-            put_word(&words[item], 0);
-        }
-        if (threadIdx.x == 0) put_word(&words[items], 0);
-        return;
-    }
-    constexpr int WORDS = 4;   // that a thread adds to before it waits for the first one
-#pragma unroll 1
-    for (int first = threadIdx.x; first < items; first += WORDS * THREADS) {
-        uint64 all[WORDS];
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int item = first + i * THREADS;
-            if (item >= items) break;
-            const uint64 own = word_of_item(item) + BLOCK;
-            all[i] = add_and_look(&words[item], own) + own;
-        }
-#pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
-            const int item = first + i * THREADS;
-            // The block that is the last one to add to a word.
-            if (item >= items || all[i] / BLOCK != p.parts) continue;
-            write_item(item, all[i]);
-            put_word(&words[item], 0);
-        }
-    }
-}
-
 // True where the next row of a lane comes into L2 meanwhile.  At 2^20 x 128 on an H100, that takes 0.90 of the time with
 // sums of probabilities and 0.97 with bfloat16, but 1.03 with float32 alone.
 constexpr bool PREFETCH = PROB_SUMS || sizeof(X) == 2;
@@ -190,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
     TeamMemory own{of_teams + team * p.team_words, nullptr, nullptr, nullptr};
     own.chosen = own.list + CAPACITY;
     own.values = reinterpret_cast<float*>(own.chosen + (SHORT ? K : 0)), own.scores = own.values + experts;
-    float sums[ITEMS];
+    float sums[ITEMS], square = 0;   // of the probabilities of the lane's experts, and of lse
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) sums[i] = 0;
     if (COUNTS)
@@ -230,9 +134,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
             else if (PROB_SUMS) z[i] = z[i] == -INF ? 0 : score(z[i]);
         }
         sum = fold_team<Sum>(sum, board);
-        valid = write_token(p, token, inside, valid, row, chosen, m, m + log_of_sum(sum), counts, board);
+        const float lse = m + log_of_sum(sum);
+        valid = write_token(p, token, inside, valid, row, chosen, m, lse, counts, board);
+        if (LOSSES && valid) square = fma(lse, lse, square);
         if (PROB_SUMS) add_probabilities(z, sum, items, sums, valid, row, board);
         sync_team();   // before the list is overwritten
     }
-    if (COUNTS || PROB_SUMS) write_sums(p, sequence, sums, counts, reinterpret_cast<float*>(of_teams));
+    if (COUNTS || PROB_SUMS) write_sums(p, sequence, sums, square, counts, reinterpret_cast<float*>(of_teams));
 }

@@ -7,9 +7,11 @@
 struct Route {
     const X* x; const float* bias; const unsigned char* mask; const int* given;
     float* weights; int* indices; float* lse; int* counts; float* prob_sums;
+    float* balance; float* z_loss; float* slopes;   // both losses, and their derivatives; null without LOSSES
     uint64* words;                     // where blocks add their counts and sums; between calls, all are 0
     int64 stride, tokens, experts;     // tokens of a sequence
     int64 parts;                       // blocks of a sequence
+    int64 sequence_words;              // of `words`
     int64 groups, group_k, group_top, group_inverse;
     int64 team_words;                  // of shared memory
     int64 scale_bits, unit_bits;       // float32 numbers

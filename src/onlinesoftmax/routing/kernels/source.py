@@ -27,16 +27,20 @@ SHARED = (
 
 FILES = (
     *SHARED,
-    *((name, str(__package__)) for name in ("lanes", "weights", "choices", "select", "groups", "choose", "route")),
+    *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "choices", "select", "groups", "choose")),
+    *((name, str(__package__)) for name in ("sums", "route")),
 )
 """Files of the kernel, in the order of inclusion."""
 
-POINTERS = ("x", "bias", "mask", "given", "weights", "indices", "lse", "counts", "prob_sums", "words")
+POINTERS = (
+    "x", "bias", "mask", "given", "weights", "indices", "lse", "counts", "prob_sums", "balance", "z_loss", "slopes",
+    "words",
+)  # fmt: skip
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
 NUMBERS = (
-    "stride", "tokens", "experts", "parts", "groups", "group_k", "group_top", "group_inverse", "team_words",
-    "scale_bits", "unit_bits",
+    "stride", "tokens", "experts", "parts", "sequence_words", "groups", "group_k", "group_top", "group_inverse",
+    "team_words", "scale_bits", "unit_bits",
 )  # fmt: skip
 
 MOST_ITEMS = 32
@@ -57,6 +61,9 @@ Large blocks are few, and add counts to the same words: 256 blocks took 6 micros
 MOST_PARTS = 1023
 """Most blocks of a sequence: 10 bits of a word count them (route.cuh)."""
 
+
+MOST_SQUARES = 1 << 22
+"""Most tokens whose lse^2 a kernel adds: a lane of 10,000 adds some 400 of them in float32."""
 
 MOST_TOKENS = 1 << 30
 """Most tokens: the numbers of tokens behind the last one are below 2^31 too."""
@@ -107,7 +114,7 @@ class Shape(NamedTuple):
         return self.threads // self.team
 
 
-FLAGS = ("HAS_BIAS", "MASKED", "REPLAY", "GROUPED", "SCORED_GROUPS", "COUNTS", "PROB_SUMS")
+FLAGS = ("HAS_BIAS", "MASKED", "REPLAY", "GROUPED", "SCORED_GROUPS", "COUNTS", "PROB_SUMS", "LOSSES")
 """Constants: operands that are given, results that are wanted, and SCORED_GROUPS where the scores of groups are sums
 of scores, not of logits."""
 
@@ -155,7 +162,7 @@ def flags_of(call: Call) -> frozenset[str]:
     given = {
         "HAS_BIAS": call.bias is not None, "MASKED": call.mask is not None, "REPLAY": call.indices is not None,
         "GROUPED": rule.groups > 1, "SCORED_GROUPS": rule.group_top > 1, "COUNTS": call.counts,
-        "PROB_SUMS": call.prob_sums,
+        "PROB_SUMS": call.prob_sums, "LOSSES": call.losses and call.tokens <= MOST_SQUARES,
     }  # fmt: skip
     if call.indices is not None:
         given |= {"GROUPED": False, "SCORED_GROUPS": False}
@@ -264,6 +271,7 @@ def numbers_of(shape: Shape, rule: Rule, stride: int, tokens: int, parts: int) -
     unit = 2.0 ** (43 - tokens.bit_length())
     values = {
         "stride": stride, "tokens": tokens, "experts": rule.experts, "parts": parts,
+        "sequence_words": words_of(shape, rule, 1, parts),
         "groups": rule.groups, "group_k": rule.group_k, "group_top": rule.group_top,
         "group_inverse": -(-(1 << 32) // size), "team_words": team_words(shape, rule),
         "scale_bits": bits_of(rule.scale), "unit_bits": bits_of(unit),
@@ -272,9 +280,11 @@ def numbers_of(shape: Shape, rule: Rule, stride: int, tokens: int, parts: int) -
 
 
 def words_of(shape: Shape, rule: Rule, sequences: int, parts: int) -> int:
-    """64-bit words by which the blocks of a sequence add up its counts; 0 before and after a launch."""
+    """64-bit words by which the blocks of the sequences add up their sums; 0 before and after a launch."""
     sums = len(shape.flags & {"COUNTS", "PROB_SUMS"})
-    return sequences * (sums * rule.experts + 1) if parts > 1 and sums else 0
+    # Behind the words of counts and sums are a ticket, and a number of each block (sums.cuh).
+    words = sums * rule.experts + 1 + ("LOSSES" in shape.flags) * parts
+    return sequences * words if parts > 1 and sums else 0
 
 
 def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int, parts: int) -> OwnLaunch:

@@ -1,0 +1,140 @@
+// The sums of the blocks of a sequence: counts and probabilities of the experts, and with LOSSES both losses.
+//
+// The blocks add whole numbers to words of memory: counts, and probabilities in units of a power of two.  So their order
+// does not matter.
+
+// A word of a count, or of a sum in units of a power of two.  Without a ticket, blocks are counted from bit 54 on; NaN
+// from bit 44 on.
+constexpr uint64 BLOCK = uint64(1) << 54, NAN = uint64(1) << 44;
+__device__ inline float sum_of_word(const Route& p, uint64 all) {
+    const float unit = __uint_as_float(unsigned(p.unit_bits));
+    return all % BLOCK >= NAN ? NOT_A_NUMBER : float(double(all % NAN) / double(unit));
+}
+
+// With a ticket, the block that takes the last one writes all results; else each word is written by the block that is the
+// last one to add to it.
+constexpr bool TICKET = TEAM > 32 || LOSSES;
+
+// Writes the results of a sequence.  word_of(item) is the sum of an item, read once, and squares() is the thread's part of
+// the sum of lse^2.  `counts` are in shared memory.  losses.py has the formulas.
+template <class Words, class Squares> __device__ inline void write_results(
+    const Route& p, int64 sequence, int* counts, const Words& word_of, const Squares& squares
+) {
+    const int experts = int(p.experts);
+    float square = LOSSES ? squares() : 0, dot = 0;
+    uint64 number = 0;
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < experts; expert += THREADS) {
+        const int count = COUNTS ? int(unsigned(word_of(expert))) : 0;
+        const float sum = PROB_SUMS ? sum_of_word(p, word_of(COUNTS * experts + expert)) : 0;
+        if (COUNTS) p.counts[sequence * experts + expert] = count;
+        if (PROB_SUMS) p.prob_sums[sequence * experts + expert] = sum;
+        if (LOSSES) counts[expert] = count, number += count, dot = fma(float(count), sum, dot);
+    }
+    if (!LOSSES) return;
+    __shared__ float dots[WARPS];
+    __shared__ float of_squares[WARPS];
+    __shared__ uint64 numbers[WARPS];
+    number = add_block(number, numbers), dot = add_block(dot, dots), square = add_block(square, of_squares);
+    const float n = number > 0 ? float(number) : 1, slope = number > 0 ? float(experts * K) / n / n : 0;
+    if (threadIdx.x == 0) {
+        p.balance[0] = dot * slope, p.z_loss[0] = square * float(K) / n;
+        p.slopes[(experts + 3) / 4 * 4] = 2 * float(K) / n;
+    }
+#pragma unroll 1
+    for (int expert = threadIdx.x; expert < experts; expert += THREADS) p.slopes[expert] = float(counts[expert]) * slope;
+}
+
+// Adds the sums of the block's teams, and those of the blocks of a sequence.  `square` is the sum of lse^2 of the team's
+// tokens, in each of its lanes.
+__device__ inline void write_sums(
+    const Route& p, int64 sequence, float (&sums)[ITEMS], float square, int* counts, float* partial
+) {
+    constexpr int ROWS = TEAM > 32 ? 1 : WARPS;
+    const int experts = int(p.experts), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const float unit = __uint_as_float(unsigned(p.unit_bits));
+    __syncthreads();   // the teams' memory is used no more, and all tokens are counted
+    if (PROB_SUMS) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+            for (int step = TEAM; step < 32; step *= 2) sums[i] += across(sums[i], step);
+            if ((TEAM > 32 || lane < TEAM) && expert_of(i) < experts)
+                partial[(TEAM > 32 ? 0 : warp) * experts + expert_of(i)] = sums[i];
+        }
+        __syncthreads();
+    }
+    const auto own_word = [&](int item) {
+        if (COUNTS && (!PROB_SUMS || item < experts)) return uint64(counts[item]);
+        float sum = 0;
+#pragma unroll 4
+        for (int i = 0; i < ROWS; ++i) sum += partial[i * experts + item - COUNTS * experts];
+        return sum - sum == 0 ? __float2ull_rn(sum * unit) : NAN;   // for an infinite sum too
+    };
+    const int items = (COUNTS + PROB_SUMS) * experts, parts = int(p.parts);
+    uint64* const words = p.words + sequence * p.sequence_words;
+    uint64* const ticket = words + items;
+    if (threadIdx.x % TEAM) square = 0;
+    if (TICKET && parts > 1) {
+        // Most of many experts have no token in a block.
+#pragma unroll 1
+        for (int item = threadIdx.x; item < items; item += THREADS) {
+            const uint64 own = own_word(item);
+            if (own) add_to_word(words + item, own);
+        }
+        __shared__ float of_warps[WARPS];
+        __shared__ int is_last;
+        if (LOSSES) square = add_block(square, of_warps);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            if (LOSSES) put_word(ticket + 1 + blockIdx.x % unsigned(parts), uint64(__float_as_uint(square)));
+            __threadfence();   // all that the block has added, which the barrier orders before
+            is_last = add_and_look(ticket, 1) == uint64(parts - 1);
+        }
+        __syncthreads();
+        if (!is_last) return;
+        __threadfence();
+        if (threadIdx.x == 0) put_word(ticket, 0);
+    } else if (parts > 1) {
+        constexpr int WORDS = 4;   // that a thread adds to before it waits for the first one
+#pragma unroll 1
+        for (int first = threadIdx.x; first < items; first += WORDS * THREADS) {
+            uint64 all[WORDS];
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) {
+                const int item = first + i * THREADS;
+                if (item >= items) break;
+                const uint64 own = own_word(item) + BLOCK;
+                all[i] = add_and_look(words + item, own) + own;
+            }
+#pragma unroll
+            for (int i = 0; i < WORDS; ++i) {
+                const int item = first + i * THREADS;
+                // The block that is the last one to add to a word.
+                if (item >= items || all[i] / BLOCK != parts) continue;
+                if (COUNTS && (!PROB_SUMS || item < experts)) p.counts[sequence * experts + item] = int(unsigned(all[i]));
+                else p.prob_sums[sequence * experts + item - COUNTS * experts] = sum_of_word(p, all[i]);
+                put_word(words + item, 0);
+            }
+        }
+        return;
+    }
+    const auto take = [](uint64* word) {
+        const uint64 all = look_word(word);
+        put_word(word, 0);
+        return all;
+    };
+    write_results(
+        p, sequence, counts,
+        [&](int item) { return TICKET && parts > 1 ? take(words + item) : own_word(item); },
+        [&] {
+            if (parts == 1) return square;
+            float sum = 0;
+            // Other warps than the first ones, which have experts.
+#pragma unroll 1
+            for (int i = THREADS - 1 - int(threadIdx.x); i < parts; i += THREADS)
+                sum += __uint_as_float(unsigned(take(ticket + 1 + i)));
+            return sum;
+        }
+    );
+}
