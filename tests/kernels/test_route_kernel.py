@@ -5,114 +5,28 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-import onlinesoftmax as osm
-from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.routing import losses, reference, run
+from onlinesoftmax.routing import reference
 from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
-from onlinesoftmax.routing.results import Losses, Routed, losses_of, with_losses
-from onlinesoftmax.routing.rules import Call, Gradients, LossGradients, Rule, checked_rule
-from onlinesoftmax.routing.run import in_shape, training
+from onlinesoftmax.routing.results import losses_of
+from onlinesoftmax.routing.rules import Call, Gradients
+from simulated_routing import (
+    SMALL,
+    a_bias,
+    a_call,
+    check,
+    check_losses,
+    hard_rows,
+    logits,
+    near,
+    simulated_gradient,
+)
 
 Tensor = torch.Tensor
-
-
-def a_call(x: Tensor, k: int, sequences: int = 1, **given: Any) -> Call:
-    """A call that wants all results, and of one sequence the losses too."""
-    groups = given.get("groups"), given.get("group_k"), given.get("group_score", "top2_sum")
-    score, order = given.get("score", "softmax"), given.get("order", "score_first")
-    numbers = groups, given.get("renormalize", True), given.get("scale", 1.0)
-    rule = checked_rule("route", x.shape[1], k, score, order, *numbers)
-    operands = (given.get(name) for name in ("bias", "mask", "indices"))
-    return training(Call(x, *operands, rule, sequences, len(x) // sequences, True, score != "identity"))
-
-
-def simulated(call: Call, folder: Path, parts: int) -> Routed:
-    """What the kernel writes, by name."""
-    x, rule, count = call.x, call.rule, len(call.x)
-    dtype = str(x.dtype).removeprefix("torch.")
-    tokens = call.tokens
-    shape = source.shape_of(rule, dtype, cuda.width_of(x), source.flags_of(call), tokens, call.sequences, KNOWN["h100"])
-    assert shape is not None
-    shape = shape._replace(threads=max(shape.team, 32))
-    out = {
-        "weights": torch.full((count, rule.k), -5.0), "indices": torch.full((count, rule.k), -5, dtype=torch.int32),
-        "lse": torch.full((count,), -5.0), "counts": torch.full((call.sequences, rule.experts), -5, dtype=torch.int32),
-        "prob_sums": torch.full((call.sequences, rule.experts), -5.0),
-    }  # fmt: skip
-    slopes = torch.full((-(-rule.experts // 4) * 4 + 1,), -5.0)
-    of_losses = Losses(torch.full((), -5.0), torch.full((), -5.0), slopes)
-    words = torch.zeros(source.words_of(shape, rule, call.sequences, parts), dtype=torch.int64)
-    memory = (
-        {"x": x, "bias": call.bias, "mask": call.mask, "given": call.indices, "words": words}
-        | out
-        | of_losses._asdict()
-    )
-    pointers = [0 if memory[name] is None else memory[name].data_ptr() for name in source.POINTERS]
-    numbers = source.numbers_of(shape, rule, x.stride(0), tokens, parts)
-    simulate_sample(shape, np.array([*pointers, *numbers], np.int64), call.sequences * parts, folder, source)
-    assert not words.any(), "the kernel left words behind"
-    if not call.prob_sums:
-        out["prob_sums"] = None
-    return with_losses(Routed(**out), of_losses if call.losses else None)
-
-
-def simulated_gradient(
-    call: Call, found: Routed, given: Gradients, folder: Path, losses: LossGradients | None = None
-) -> Tensor:  # fmt: skip
-    """The gradient that the kernel writes."""
-    x, rule = call.x, call.rule
-    dtype = str(x.dtype).removeprefix("torch.")
-    shape = gradient.shape_of(rule, dtype, cuda.width_of(x), gradient.flags_of(call, given, losses))
-    shape = shape._replace(threads=max(shape.team, 32))
-    dx = torch.full(x.shape, -5.0, dtype=x.dtype)
-    pointers = gradient_launch.addresses(call, found, given, losses, dx)
-    numbers = gradient.numbers_of(rule, x.stride(0), len(x) // call.sequences, 2)
-    fields = np.array([*pointers, *numbers], np.int64)
-    simulate_sample(shape, fields, call.sequences * 2, folder, gradient)
-    return dx
-
-
-def check(call: Call, folder: Path, parts: int = 2) -> None:
-    """Compare with the formulas."""
-    got, want = simulated(call, folder, parts), reference.found_at(call, reference.choose(call))
-    assert torch.equal(got.indices, want.indices)
-    assert torch.equal(got.counts, want.counts)
-    near(got.weights, want.weights)
-    near(got.lse, want.lse)
-    if call.prob_sums:
-        near(got.prob_sums, want.prob_sums)
-    if call.losses:
-        check_losses(losses_of(got), want, call.rule)
-
-
-def check_losses(got: Losses | None, want: Routed, rule: Rule) -> None:
-    """Compare losses and their derivatives with those of the formulas."""
-    assert got is not None
-    one = in_shape(want, rule, (len(want.lse),), False)
-    assert one.prob_sums is not None
-    sums, lse = (t.double().requires_grad_() for t in (one.prob_sums, one.lse))
-    one = one._replace(prob_sums=sums, lse=lse)
-    balance, z_loss = losses.load_balancing_loss(one, "switch"), losses.router_z_loss(one)
-    for ours, exact in ((got.balance, balance), (got.z_loss, z_loss)):
-        torch.testing.assert_close(ours.cpu().double(), exact, rtol=1e-5, atol=1e-8, equal_nan=True)
-    (of_sums,), (of_lse,) = torch.autograd.grad(balance, sums), torch.autograd.grad(z_loss, lse)
-    slopes = got.slopes.cpu().double()
-    torch.testing.assert_close(slopes[: rule.experts], of_sums, rtol=1e-5, atol=0, equal_nan=True)
-    torch.testing.assert_close(one.lse * slopes[-1], of_lse, rtol=1e-5, atol=0, equal_nan=True)
-
-
-def near(got: Tensor, want: Tensor, error: float = 2e-6) -> None:
-    assert torch.allclose(got.cpu().float(), want.cpu().float(), rtol=error, atol=error, equal_nan=True)
-
-
-def logits(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (torch.randn(tokens, experts, generator=torch.Generator().manual_seed(experts)) * 2).to(dtype)
 
 
 @pytest.mark.parametrize(
@@ -123,23 +37,6 @@ def logits(tokens: int, experts: int, dtype: torch.dtype = torch.float32) -> Ten
 def test_experts_of_each_number(experts: int, k: int, folder: Path) -> None:
     x = logits(5 if experts > 1024 else 24, experts)
     check(a_call(x, k), folder)
-
-
-def hard_rows(experts: int) -> Tensor:
-    """Rows with NaN, infinities and ties."""
-    inf, nan, x = torch.inf, torch.nan, logits(16, experts)
-    half = experts // 2
-    x[0, 1], x[1, half], x[2, experts - 1] = nan, -nan, inf
-    x[3, half], x[3, 0] = inf, inf
-    x[4], x[5], x[6], x[7, 2:] = -inf, nan, 1.0, -inf
-    x[8], x[9, : half + 1] = x[8].round(), 0.0
-    x[9, ::2] = -0.0
-    x[10], x[11, 0] = inf, 3.4e38
-    x[12, 1:] = nan
-    x[13, half:], x[13, 0] = nan, -inf
-    x[14] *= 1e37
-    x[15, : experts - 3] = -inf
-    return x
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -173,9 +70,7 @@ def test_groups_of_adjacent_lanes(
     x = torch.cat([hard_rows(experts), close, logits(24, experts)]).to(dtype)
     for bias in (a_bias(experts), torch.zeros(experts), torch.full((experts,), 1e4), None):
         call = a_call(x, 5, 2, bias=bias, score=score, groups=groups, group_k=2, group_score=group_score)
-        shape = source.shape_of(
-            call.rule, str(dtype)[6:], cuda.width_of(x), source.flags_of(call), 40, 2, KNOWN["h100"]
-        )
+        shape = source.shape_of(call.rule, str(dtype)[6:], cuda.width_of(x), source.flags_of(call), 40, 2, SMALL)
         assert shape is not None
         assert shape.group_lanes
         check(call, folder)
@@ -189,13 +84,6 @@ def test_keys_with_errors_and_no_groups(folder: Path) -> None:
     x = torch.cat([hard_rows(60), logits(24, 60).round()])
     for bias in (a_bias(60), torch.zeros(60), torch.linspace(-1e-6, 1e-6, 60)):
         check(a_call(x, 6, 2, bias=bias, score="sigmoid"), folder)
-
-
-def a_bias(experts: int) -> Tensor:
-    """A bias that excludes two experts."""
-    bias = torch.linspace(-1, 1, experts)[torch.arange(experts) * 7 % experts].contiguous()
-    bias[[3, 20]] = -torch.inf
-    return bias
 
 
 @pytest.mark.parametrize(("dtype", "experts"), [(torch.float16, 7), (torch.bfloat16, 96)])
@@ -250,61 +138,11 @@ def test_gradients(score: str, renormalize: bool, given: str, folder: Path) -> N
         near(simulated_gradient(call, found, some, folder), reference.gradient(call, found, some), 1e-5)
 
 
-def trained(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Routed:
-    """The results of simulated kernels, recorded by autograd."""
-
-    def differentiate(call: Call, found: Routed, *given: Any) -> Tensor:
-        some, losses = gradient_launch.readable(call, found, *given)
-        return simulated_gradient(call, found, some, folder, losses)
-
-    monkeypatch.setattr(run, "_gradient_by_kernel", differentiate)
-    found = run.recorded(call, lambda x, *_: simulated(call._replace(x=x.detach()), folder, 2))
-    return in_shape(found, call.rule, (len(call.x),), False)
-
-
-@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
-def test_gradients_of_both_losses(score: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel of the gradient takes those of the losses as numbers."""
-    x, mask, generator = logits(40, 60).requires_grad_(), torch.arange(40) % 7 != 3, torch.Generator().manual_seed(3)
-    call = a_call(x, 5, mask=mask, score=score, renormalize=False)
-    ours = trained(call, folder, monkeypatch)
-    want = in_shape(reference.found_at(call, reference.choose(call)), call.rule, (40,), False)
-    noise = [torch.randn(t.shape, generator=generator) for t in (want.weights, want.prob_sums, want.lse)]
-    found: list[list[Tensor]] = []
-    for one in (ours, want):
-        balance, z_loss = osm.load_balancing_loss(one) * 30, osm.router_z_loss(one) * -2
-        own = [(t * dy).sum() for t, dy in zip((one.weights, one.prob_sums, one.lse), noise, strict=True)]
-        sums = [balance, z_loss, balance + z_loss, own[0] + balance + z_loss, sum(own) + balance + z_loss]
-        found.append([torch.autograd.grad(total, x, retain_graph=True)[0] for total in sums])
-        (first,) = torch.autograd.grad(sums[-1], x, create_graph=True)
-        found[-1] += [first.detach(), *torch.autograd.grad(first.square().sum(), x)]
-    for dx, exact in zip(*found, strict=True):
-        near(dx, exact, 1e-5)
-
-
-def test_a_loss_is_that_of_the_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's loss is for one caller, as long as nobody has changed the results."""
-    routed = trained(a_call(logits(24, 60).requires_grad_(), 5), folder, monkeypatch)
-    kept = losses_of(routed)
-    assert kept is not None
-    assert kept.z_loss is not None
-    with torch.no_grad():
-        assert not osm.router_z_loss(routed).requires_grad
-    first, second = osm.router_z_loss(routed), osm.router_z_loss(routed)
-    assert first is kept.z_loss
-    first.mul_(2)
-    near(second * 2, first)
-    assert osm.load_balancing_loss(routed._replace(prob_sums=2 * routed.prob_sums)) > 1.5
-    assert routed.counts is not None
-    routed.counts[1:] = 0
-    near(osm.load_balancing_loss(routed), losses.load_balancing_loss(Routed(*routed), "switch"))
-
-
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     call = a_call(logits(1, 256), 8)
-    shape = source.shape_of(call.rule, "float32", 4, source.flags_of(call), 1000, 1, KNOWN["h100"])
+    shape = source.shape_of(call.rule, "float32", 4, source.flags_of(call), 65536, 1, KNOWN["h100"])
     assert shape is not None
     backward = gradient.shape_of(call.rule, "float32", 4, frozenset(gradient.FLAGS))
     for text in (source.source(shape), gradient.source(backward)):
@@ -340,6 +178,8 @@ def gpu_equals_cpu(call: Call) -> None:
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
         for name in ("weights", "lse", *(("prob_sums",) if call.prob_sums else ())):
             near(getattr(got, name), getattr(want, name), 1e-5)
+    if call.losses:
+        check_losses(losses_of(got), want, call.rule)
     generator = torch.Generator().manual_seed(3)
     noise = [
         t if t is None else torch.randn(t.shape, generator=generator) for t in (want.weights, want.prob_sums, want.lse)

@@ -10,11 +10,16 @@ import pytest
 import torch
 
 import onlinesoftmax as osm
+import simulated_routing
 from cuda_simulator import simulate_sample
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.routing import loss_run, losses
+from onlinesoftmax.routing import loss_run, losses, reference, run
+from onlinesoftmax.routing.kernels import gradient_launch, losses_launch
 from onlinesoftmax.routing.kernels import losses as kernels
-from onlinesoftmax.routing.kernels import losses_launch
+from onlinesoftmax.routing.results import Routed, losses_of
+from onlinesoftmax.routing.rules import Call
+from onlinesoftmax.routing.run import in_shape
+from simulated_routing import a_call, logits, near
 
 Tensor = torch.Tensor
 
@@ -65,6 +70,56 @@ def test_losses_and_their_gradients(
         results.append([*made, *(torch.autograd.grad(one, x, torch.tensor(1.5), retain_graph=True)[0] for one in made)])
     for ours, wanted in zip(*results, strict=True):
         torch.testing.assert_close(ours, wanted, rtol=2e-6, atol=1e-9)
+
+
+def trained(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Routed:
+    """The results of simulated kernels, recorded by autograd."""
+
+    def differentiate(call: Call, found: Routed, *given: Any) -> Tensor:
+        some, losses = gradient_launch.readable(call, found, *given)
+        return simulated_routing.simulated_gradient(call, found, some, folder, losses)
+
+    monkeypatch.setattr(run, "_gradient_by_kernel", differentiate)
+    found = run.recorded(call, lambda x, *_: simulated_routing.simulated(call._replace(x=x.detach()), folder, 2))
+    return in_shape(found, call.rule, (len(call.x),), False)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_gradients_of_both_losses(score: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of the gradient takes those of the losses as numbers."""
+    x, mask, generator = logits(40, 60).requires_grad_(), torch.arange(40) % 7 != 3, torch.Generator().manual_seed(3)
+    call = a_call(x, 5, mask=mask, score=score, renormalize=False)
+    ours = trained(call, folder, monkeypatch)
+    want = in_shape(reference.found_at(call, reference.choose(call)), call.rule, (40,), False)
+    noise = [torch.randn(t.shape, generator=generator) for t in (want.weights, want.prob_sums, want.lse)]
+    found: list[list[Tensor]] = []
+    for one in (ours, want):
+        balance, z_loss = osm.load_balancing_loss(one) * 30, osm.router_z_loss(one) * -2
+        own = [(t * dy).sum() for t, dy in zip((one.weights, one.prob_sums, one.lse), noise, strict=True)]
+        sums = [balance, z_loss, balance + z_loss, own[0] + balance + z_loss, sum(own) + balance + z_loss]
+        found.append([torch.autograd.grad(total, x, retain_graph=True)[0] for total in sums])
+        (first,) = torch.autograd.grad(sums[-1], x, create_graph=True)
+        found[-1] += [first.detach(), *torch.autograd.grad(first.square().sum(), x)]
+    for dx, exact in zip(*found, strict=True):
+        near(dx, exact, 1e-5)
+
+
+def test_a_loss_is_that_of_the_results(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel's loss is for one caller, as long as nobody has changed the results."""
+    routed = trained(a_call(logits(24, 60).requires_grad_(), 5), folder, monkeypatch)
+    kept = losses_of(routed)
+    assert kept is not None
+    assert kept.z_loss is not None
+    with torch.no_grad():
+        assert not osm.router_z_loss(routed).requires_grad
+    first, second = osm.router_z_loss(routed), osm.router_z_loss(routed)
+    assert first is kept.z_loss
+    first.mul_(2)
+    near(second * 2, first)
+    assert osm.load_balancing_loss(routed._replace(prob_sums=2 * routed.prob_sums)) > 1.5
+    assert routed.counts is not None
+    routed.counts[1:] = 0
+    near(osm.load_balancing_loss(routed), losses.load_balancing_loss(Routed(*routed), "switch"))
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
