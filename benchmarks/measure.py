@@ -60,6 +60,8 @@ RECORDS: dict[str, str] = {
     "jax-gradients": "--peers jax",
     "jax-lengths": "--peers jax",
     "jax-cross-entropy": "--peers jax",
+    "jax-pallas-forward": "--peers jax",
+    "jax-pallas-lengths": "--peers jax",
     "triton-forward": "--peers torch",
     "triton-gradients": "--peers torch",
     "triton-single-row": "--peers torch",
@@ -127,12 +129,12 @@ def suite_options(name: str) -> list[str]:
     """The options of `bench` that give a record this name.
 
     Example:
-        >>> suite_options("jax-forward"), suite_options("single-row")
-        (['--framework', 'jax', '--suite', 'forward'], ['--suite', 'single-row'])
+        >>> suite_options("jax-pallas-lengths"), suite_options("single-row")
+        (['--framework', 'jax', '--backend', 'pallas', '--suite', 'lengths'], ['--suite', 'single-row'])
     """
     first, _, rest = name.partition("-")
-    option = {"jax": "--framework", "triton": "--backend"}.get(first)
-    return [option, first, "--suite", rest] if option else ["--suite", name]
+    option = {"jax": "--framework", "triton": "--backend", "pallas": "--backend"}.get(first)
+    return [option, first, *suite_options(rest)] if option else ["--suite", name]
 
 
 def record_of(name: str, folder: Path, commit: str | None, gpus: int = 2) -> Any:

@@ -204,6 +204,10 @@ def jax_table(records: Records) -> str:
             where = name.partition("-")[0].upper()
             groups.setdefault(f"{where}: `{each.case.operation}`, {_rows_of(each.case)}", []).append(each)
     rows = []
+    by_pallas = {
+        each.case: ours(each).of_copy
+        for name in names for each in records.cases(name.replace("jax-", "jax-pallas-"))
+    }  # fmt: skip
     for title, mine in groups.items():
         found = [result_of(each, "jax.nn") for each in mine]
         wrong = sum(result.status == "wrong" for result in found if result)
@@ -212,12 +216,14 @@ def jax_table(records: Records) -> str:
             title, _lengths(each.case for each in mine),
             *(spread(ours(each).of_copy for each in mine if each.case.dtype == dtype)
               for dtype in ("bfloat16", "float32")),
+            spread(by_pallas.get(each.case) for each in mine),
             theirs + (f"; wrong in {wrong} of {len(mine)}" if wrong else ""),
         ])  # fmt: skip
     if not rows:
         return ABSENT
-    header = ("operation and rows", "columns", "ours, bf16", "ours, fp32", "jax.nn")
-    return f"{table(header, rows)}\n\n{source(*map(records.get, names))}"
+    header = ("operation and rows", "columns", "ours, bf16", "ours, fp32", "ours by Pallas", "jax.nn")
+    measured = [*names, *(name.replace("jax-", "jax-pallas-") for name in names)]
+    return f"{table(header, rows)}\n\n{source(*map(records.get, measured))}"
 
 
 def _rows_of(case: Case) -> str:
