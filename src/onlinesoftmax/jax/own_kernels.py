@@ -1,4 +1,4 @@
-"""Whether a JAX program calls the kernel that an operation brings, or runs XLA's operations."""
+"""The kernels of sampling and routing in JAX programs, and XLA's operations where no kernel takes a call."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from ..kernels.cuda import xla_handler
 from .device import UNNAMED_GPU, to_lower_for
 from .signature import Values
 
-Kernel = Callable[[Device, Values], "tuple[str, Callable[[], list[Array]]] | str"]
-"""kernel(device, operands) returns the plan in a few words, and the function that returns the results.
+Planned = tuple[str, Callable[[], list[Array]]] | str
+"""The plan of a kernel in a few words, and the function that returns its results.
 
-Or it returns one sentence: why no kernel takes the operands.
+Or one sentence: the reason why no kernel takes a call.
 """
+
+Kernel = Callable[[Device, Values], Planned]
+"""kernel(device, operands) plans the kernel of a function for a GPU."""
 
 
 def run(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,8 @@ from ...kernels.cuda.arguments import OwnLaunch
 from ...routing.kernels import gradient, source
 from ...routing.rules import Call, Gradients, Rule
 from .. import cuda_call
+from ..own_kernels import Planned
 from ..signature import Values
-
-Planned = tuple[str, Callable[[], list[Array]]] | str
-"""The result of a kernel in own_kernels.py."""
 
 
 def route(rule: Rule, counts: bool, prob_sums: bool, device: Device, operands: Values) -> Planned:

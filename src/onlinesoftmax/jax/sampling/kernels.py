@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,10 +15,8 @@ from ...kernels.cuda.arguments import OwnLaunch
 from ...sampling.kernels import source, topk, unfiltered
 from ...sampling.kernels.choice import is_unfiltered, refusal
 from .. import cuda_call
+from ..own_kernels import Planned
 from ..signature import Values
-
-Planned = tuple[str, Callable[[], list[Array]]] | str
-"""The result of a kernel in own_kernels.py."""
 
 
 def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands: Values) -> Planned:
