@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -57,16 +58,18 @@ def test_replays_of_a_graph_beside_another_stream(monkeypatch: pytest.MonkeyPatc
     right = {name: jax.nn.log_softmax(x) for name, x in arrays.items()}
     # A hang ends the process.
     faulthandler.dump_traceback_later(90, exit=True)
-    thread = threading.Thread(target=work)
-    thread.start()
     try:
-        for i in range(REPLAYS):
-            arrays = program(arrays)
-            if i % 1000 == 0:
-                jax.block_until_ready(arrays)
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(work)
+            try:
+                for i in range(REPLAYS):
+                    arrays = program(arrays)
+                    if i % 1000 == 0:
+                        jax.block_until_ready(arrays)
+            finally:
+                ended.set()
+            other.result()
     finally:
-        ended.set()
-        thread.join()
         faulthandler.cancel_dump_traceback_later()
     for name, y in arrays.items():
         np.testing.assert_allclose(y, right[name], rtol=1e-5, atol=1e-5)

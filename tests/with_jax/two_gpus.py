@@ -5,7 +5,7 @@ four_devices.py checks more, also the functions that no kernel computes.
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -116,17 +116,16 @@ def test_cuda_kernels_beside_collective_operations() -> None:
             if i % 100 == 0:
                 wrong.extend(name for name, y in found.items() if not np.array_equal(y, right[name]))
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     right = [jax.device_get(program(given)) for program in (sharded, by_rows)]
-    for thread in threads:
-        thread.start()
-    for i in range(times):
-        found = [program(given) for program in (sharded, by_rows)]
-        if i % 100 == 0:
-            for ours, first in zip(found, right, strict=True):
-                wrong.extend(name for name, y in ours.items() if not np.array_equal(y, first[name]))
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(work, number) for number in range(2)]
+        for i in range(times):
+            found = [program(given) for program in (sharded, by_rows)]
+            if i % 100 == 0:
+                for ours, first in zip(found, right, strict=True):
+                    wrong.extend(name for name, y in ours.items() if not np.array_equal(y, first[name]))
+        for other in others:
+            other.result()
     assert not wrong
 
 

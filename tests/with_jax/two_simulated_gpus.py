@@ -9,6 +9,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -138,10 +139,10 @@ def test_kernels_between_collective_operations(machine: Machine, busy: None) -> 
         for i in range(300):
             wrong.extend(jnp.flatnonzero(single(parts[i % 2]) != parts[i % 2] + 1))
 
-    thread = threading.Thread(target=work)
-    thread.start()
     right = (X + 4).reshape(2, SIZE).mean(axis=0)
-    for _ in range(300):
-        np.testing.assert_array_equal(program(X).reshape(2, SIZE), [right, right])
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(work)
+        for _ in range(300):
+            np.testing.assert_array_equal(program(X).reshape(2, SIZE), [right, right])
+        other.result()
     assert not wrong
