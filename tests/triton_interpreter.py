@@ -6,17 +6,17 @@ A kernel computes the same bits; tests/kernels/test_triton.py checks it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import copysign
+from functools import cache, partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 from triton.language import core
 from triton.runtime import interpreter
 
-MOST_NUMBERS = 1000
-"""Numbers that are kept as tensors."""
+MOST_CALLS = 1000
+"""Types and numbers of calls that are kept for one function of triton.language."""
 
 REPLACED: list[tuple[Any, str, Any]] = []
 """Object, attribute and original value of everything that `patch` replaced."""
@@ -31,18 +31,16 @@ def patch() -> None:
         return
     # The interpreter computes sums of int32 a second time, to find overflows, and without `debug` ignores the finding.
     assert not interpreter.interpreter_builder.options.debug
-    semantic = type(interpreter.interpreter_semantic)
     quick = replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     for owner, name, new in (
         (interpreter.interpreter_builder, "options", quick),
         (interpreter, "_patch_lang", _patch_once_per_launch(interpreter._patch_lang)),
-        (interpreter, "_patch_builtin", _patch_known_members(interpreter._patch_attr)),
+        (interpreter, "_patch_builtin", _patch_known_members()),
         (interpreter, "_get_np_dtype", _look_up_by_name(interpreter._get_np_dtype)),
         (core, "_unwrap_if_constexpr", _unwrap_by_type(core._unwrap_if_constexpr)),
         (core.dtype, "__eq__", _compare_objects_first(core.dtype.__eq__)),
         (core.block_type, "__init__", _check_each_shape_once(core.block_type.__init__)),
         (core.tensor, "__init__", _make_tensor),
-        (semantic, "binary_op_type_checking_impl", _pass_equal_types(semantic)),
     ):
         REPLACED.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
@@ -57,6 +55,14 @@ def _patch_once_per_launch(patch_lang: Callable[[FunctionType], Any]) -> Callabl
     """
     seen_by: dict[int, frozenset[int]] = {}
     replaced: set[int] = set()
+    called: set[FunctionType] = set()
+    restores: list[Callable[[], None]] = []
+
+    def restore_all() -> None:
+        called.clear()
+        replaced.clear()
+        while restores:
+            restores.pop()()
 
     def modules_seen_by(function: FunctionType) -> frozenset[int]:
         key = id(function.__globals__)
@@ -66,29 +72,34 @@ def _patch_once_per_launch(patch_lang: Callable[[FunctionType], Any]) -> Callabl
         return seen_by[key] & {id(core), id(interpreter.tl)}
 
     def patch_once(function: FunctionType) -> Any:
+        if function in called:
+            return None
+        called.add(function)
         seen = modules_seen_by(function)
         if seen and seen <= replaced:
             return None
         scope = patch_lang(function)
+        restores.append(scope.restore)
         if not replaced:
             # This call begins a launch, and restore() ends it.
-            restore = scope.restore
-            scope.restore = lambda: (replaced.clear(), restore())
+            scope.restore = restore_all
         replaced.update(seen)
         return scope
 
     return patch_once
 
 
-def _patch_known_members(patch_attr: Callable[..., None]) -> Callable[..., None]:
+def _patch_known_members() -> Callable[..., None]:
     """Search each module or class for functions to replace once per process, not once per launch."""
-    found: dict[int, list[tuple[str, Any]]] = {}
+    found: dict[int, dict[str, Any]] = {}
+    replays = cache(_replay_calls)
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         if id(package) not in found:
-            found[id(package)] = [one for one in inspect.getmembers(package) if core.is_builtin(one[1])]
-        for name, member in found[id(package)]:
-            patch_attr(package, name, member, builder, scope)
+            found[id(package)] = {name: one for name, one in inspect.getmembers(package) if core.is_builtin(one)}
+        for name, member in found[id(package)].items():
+            setattr(package, name, replays(member))
+        scope._changes += [(package, *change) for change in found[id(package)].items()]
 
     return patch_builtin
 
@@ -153,35 +164,146 @@ def _make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = type.shape_of_tensor if type.is_block() else SCALAR
 
 
-def _pass_equal_types(semantic: Any) -> Callable[..., Any]:
-    """Convert nothing where two tensors have one dtype, and broadcast nothing where they have one shape.
+def _replay_calls(member: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of triton.language choose its operations once for the types and numbers that it is given.
 
-    A number beside a tensor becomes a tensor of its shape once.  No operation writes to its operands.
+    The function checks types, converts and broadcasts tensors, and calls the builder, whose methods compute.  It looks
+    at no element of a tensor, so a later call of the same types calls the same methods with other elements.
     """
-    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
-    known: dict[tuple[Any, ...], Any] = {}
+    semantic, builder = interpreter.interpreter_semantic, interpreter.interpreter_builder
+    known: dict[tuple[Any, ...], Steps | None] = {}
 
-    def pass_equal_types(self: Any, lhs: Any, rhs: Any, *flags: bool) -> Any:
-        # Only divisions, which convert 16-bit numbers, give four flags.
-        if type(lhs) is not core.tensor or len(flags) > 3:
-            return check(self, lhs, rhs, *flags)
-        if type(rhs) is core.tensor:
-            if lhs.dtype is not rhs.dtype or lhs.dtype.is_ptr():
-                return check(self, lhs, rhs, *flags)
-            # Tensors of the same type share their shape.
-            return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
-        kind = type(rhs)
-        if kind not in (int, float):
-            return check(self, lhs, rhs, *flags)
-        # -0.0 equals 0.0.
-        key = kind, rhs, copysign(1, rhs), lhs.dtype.name, id(lhs.shape), flags
-        if key not in known:
-            converted, number = check(self, lhs, rhs, *flags)
-            if converted is not lhs:
-                return converted, number
-            if len(known) > MOST_NUMBERS:
+    def call(*args: Any, **named: Any) -> Any:
+        named.pop("_semantic", None)
+        if semantic.builder is not builder:
+            # Within a call that is recorded.
+            return member(*args, **named, _semantic=semantic)
+        key: list[Any] = []
+        handles: list[Any] = []
+        for arg in (*args, *named.items()) if named else args:
+            if type(arg) is core.tensor:
+                # Each element type and shape has one tuple of sizes, and those without a shape share one.
+                key += (id(arg.shape), arg.dtype.name)
+                handles.append(arg.handle)
+            else:
+                key.append(_token(arg, handles))
+        of_types = tuple(key)
+        try:
+            steps = known[of_types]
+        except KeyError:
+            if len(known) > MOST_CALLS:
                 known.clear()
-            known[key] = number
-        return lhs, known[key]
+            # Steps that are recorded where a tensor is given twice would be wrong for two tensors.
+            if None in key or len({*map(id, handles)}) < len(handles):
+                return member(*args, **named, _semantic=semantic)
+            recorder = semantic.builder = _Recorder(builder, handles)
+            try:
+                result = member(*args, **named, _semantic=semantic)
+            finally:
+                semantic.builder = builder
+            known[of_types] = recorder.steps_to(result)
+            return result
+        return member(*args, **named, _semantic=semantic) if steps is None else steps.run(handles)
 
-    return pass_equal_types
+    return call
+
+
+PLAIN = {int, bool, str, type(None), core.PropagateNan}
+
+
+def _token(value: Any, handles: list[Any]) -> Any:
+    """What tells a value that is no tensor from others, or None; the handles of tensors in it are added to a list."""
+    kind = type(value)
+    if kind in PLAIN:
+        return kind, value
+    if kind is float:
+        # -0.0 equals 0.0, and NaN is not itself.
+        return kind, value.hex()
+    if kind is core.tensor:
+        handles.append(value.handle)
+        return id(value.shape), value.dtype.name
+    if kind is core.constexpr:
+        token = _token(value.value, handles)
+        return token and (kind, token)
+    if isinstance(value, core.dtype):
+        return core.dtype, value.name
+    if kind is slice:
+        return kind if value == slice(None) else None
+    if kind in (tuple, list):
+        tokens = tuple(_token(one, handles) for one in value)
+        return None if None in tokens else (kind, tokens)
+    return None
+
+
+class Steps:
+    """Calls of the builder's methods that make one tensor, or write.
+
+    Attributes:
+        calls: For each step a method, its arguments, and the places of those that are values, with the value's index.
+        last: Index of the value that the tensor has; None where there is no tensor.
+        type: The tensor's type.
+    """
+
+    def __init__(self, calls: list[Any], last: int | None, type: Any) -> None:
+        self.calls, self.last, self.type = calls, last, type
+
+    def run(self, values: list[Any]) -> Any:
+        for method, args, places in self.calls:
+            args = args.copy()
+            for i, index in places:
+                args[i] = values[index]
+            values.append(method(*args))
+        return None if self.last is None else core.tensor(values[self.last], self.type)
+
+
+class _Recorder:
+    """The interpreter's builder during one call of a function of triton.language: it notes the steps.
+
+    Attributes:
+        values: Handles of the tensors that are given, then the result of each step.
+        constants: Numbers and types, which follow from the types and numbers of the call.
+        complete: False where the steps do not tell how each value is made.
+    """
+
+    def __init__(self, builder: Any, handles: list[Any]) -> None:
+        self.builder, self.values, self.complete = builder, list(handles), True
+        self.calls: list[Any] = []
+        self.constants: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        member = getattr(self.builder, name)
+        return partial(self._call, name, member) if callable(member) else member
+
+    def _call(self, name: str, method: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        result = method(*args, **named)
+        if not name.startswith("create_"):
+            self.constants.append(result)
+            return result
+        places = [(i, index) for i, arg in enumerate(args) if (index := _index_of(arg, self.values)) is not None]
+        others = [arg for arg in args if _index_of(arg, self.values) is None] + [*named.values()]
+        known = all(_index_of(arg, self.constants) is not None or _holds_no_handle(arg) for arg in others)
+        self.complete &= known and isinstance(result, interpreter.TensorHandle | None)
+        self.calls.append((partial(method, **named) if named else method, list(args), places))
+        self.values.append(result)
+        return result
+
+    def steps_to(self, result: Any) -> Steps | None:
+        """The steps to the result of the call, or None where they do not tell it."""
+        if not self.complete:
+            return None
+        if result is None or getattr(result, "handle", result) is None:
+            return Steps(self.calls, None, None)
+        last = _index_of(result.handle, self.values) if type(result) is core.tensor else None
+        return None if last is None else Steps(self.calls, last, result.type)
+
+
+def _index_of(value: Any, values: Sequence[Any]) -> int | None:
+    """Index of an object in a list; None where it is not there."""
+    return next((i for i, one in enumerate(values) if one is value), None) if value is not None else None
+
+
+def _holds_no_handle(value: Any) -> bool:
+    """True for shapes, types, numbers and other values without elements."""
+    if isinstance(value, list | tuple):
+        return all(map(_holds_no_handle, value))
+    return not hasattr(value, "data") and not hasattr(value, "base")
