@@ -99,26 +99,6 @@ __device__ inline void rank_words(const TeamMemory& memory, int count) {
     sync_team();
 }
 
-// Sorts the team's list of `count` keys, the largest first, for lists of any length.
-__device__ inline void sort_list(const TeamMemory& memory, int count) {
-    const int lane = threadIdx.x % TEAM;
-#pragma unroll 1
-    for (int j = count + lane; j < CAPACITY; j += TEAM) memory.list[j] = 0;
-    sync_team();
-#pragma unroll 1
-    for (int run = 2; run <= CAPACITY; run *= 2)
-#pragma unroll 1
-        for (int step = run / 2; step; step /= 2) {
-#pragma unroll 1
-            for (int i = lane; i < CAPACITY / 2; i += TEAM) {
-                const int a = 2 * i - (i & (step - 1)), b = a + step;
-                const uint64 first = memory.list[a], second = memory.list[b];
-                if ((first < second) == !(a & run)) memory.list[a] = second, memory.list[b] = first;
-            }
-            sync_team();
-        }
-}
-
 // The items that may be chosen, as bits: `count` of the team, `at` of them before those of the lane.  Returns false if
 // keys with errors do not suffice.
 template <bool NEAR> __device__ inline bool hits_of(
@@ -201,6 +181,6 @@ __device__ inline const uint64* choose(
         rank_words(memory, count);
         return memory.chosen;
     }
-    sort_list(memory, count);
+    sort_list<TEAM>(memory.list, count, CAPACITY, lane, [] { sync_team(); });
     return memory.list;
 }

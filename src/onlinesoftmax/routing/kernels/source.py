@@ -27,6 +27,7 @@ SHARED = (
 
 FILES = (
     *SHARED,
+    ("row/list_sort", cuda.__name__),
     *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "choices", "select", "groups", "choose")),
     *((name, str(__package__)) for name in ("sums", "route")),
 )

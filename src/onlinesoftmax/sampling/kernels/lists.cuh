@@ -50,21 +50,7 @@ __device__ __noinline__ void sort(uint64* list, int count) {
         __syncthreads();
         return;
     }
-#pragma unroll 1
-    for (int i = count + thread; i < size; i += THREADS) list[i] = 0;
-    __syncthreads();
-#pragma unroll 1
-    for (int run = 2; run <= size; run *= 2)
-#pragma unroll 1
-        for (int step = run / 2; step; step /= 2) {
-#pragma unroll 1
-            for (int i = thread; i < size / 2; i += THREADS) {
-                const int a = 2 * i - (i & (step - 1)), b = a + step;
-                const uint64 first = list[a], second = list[b];
-                if ((first < second) == !(a & run)) list[a] = second, list[b] = first;
-            }
-            __syncthreads();
-        }
+    sort_list<THREADS>(list, count, size, thread, [] { __syncthreads(); });
 }
 
 // Appends the keys of this block to the list of block 0, behind the `offset` keys of the blocks before this one.

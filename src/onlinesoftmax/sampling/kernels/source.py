@@ -17,7 +17,7 @@ from ..philox import ROUNDS
 
 NAME = "sample_kernel"
 
-_SHARED = ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
+_SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
 _OWN = (
     "scores", "noise", "exchange", "tiles", "lists", "candidates", "choose", "spread", "by_mass", "search", "sample",

@@ -14,7 +14,7 @@ from .stream import STAGES, TOKENS, stream_bytes
 
 NAME = "topk_kernel"
 
-_SHARED = ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
+_SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
 _OWN = ("scores", "exchange", "lists", "stream", "topk")
 

@@ -1,0 +1,22 @@
+// The bitonic sort of a list of keys in shared memory.
+
+// Sorts a list from its largest key on, behind which there is room for a number of keys that is a power of two.  `lane` is
+// the number of a thread among LANES that share the list, and sync() is their barrier.
+template <int LANES, class Sync>
+__device__ inline void sort_list(uint64* list, int count, int room, int lane, const Sync& sync) {
+#pragma unroll 1
+    for (int i = count + lane; i < room; i += LANES) list[i] = 0;
+    sync();
+#pragma unroll 1
+    for (int run = 2; run <= room; run *= 2)
+#pragma unroll 1
+        for (int step = run / 2; step; step /= 2) {
+#pragma unroll 1
+            for (int i = lane; i < room / 2; i += LANES) {
+                const int a = 2 * i - (i & (step - 1)), b = a + step;
+                const uint64 first = list[a], second = list[b];
+                if ((first < second) == !(a & run)) list[a] = second, list[b] = first;
+            }
+            sync();
+        }
+}
