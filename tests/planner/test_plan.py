@@ -17,6 +17,7 @@ from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.measured import table_for
 from onlinesoftmax.planner.plan import Plan, PlanError, Planner, Refusal, Strategies, plan
 from onlinesoftmax.planner.price import LAUNCH_US, exchange_us
+from onlinesoftmax.planner.proposal import Proposal, made
 from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
 
 H200 = known("h200")
@@ -282,6 +283,16 @@ def test_unavailable_backends_are_refused_with_their_reason() -> None:
     assert plan(Problem("softmax", 4096, 4096), H200, unavailable=absent).backend == "eager"
     options = Planner(H200, absent, table_for(H200)).alternatives(Problem("softmax", 4, 4))
     assert {o.reason for o in options if isinstance(o, Refusal)} == {reason for _, reason in absent}
+
+
+def test_a_made_record_is_the_one_that_its_class_makes() -> None:
+    values: dict[str, Any] = {"programs": 1, "block": 8, "backend": "cuda", "strategy": "row"}
+    assert made(Proposal, **values) == Proposal(**values)
+    assert list(vars(made(Proposal, **values))) == list(vars(Proposal(**values))), "JSON has this order"
+    with pytest.raises(TypeError, match="colums"):
+        made(Proposal, **values, colums=3)
+    with pytest.raises(TypeError, match="strategy"):
+        made(Proposal, **{name: value for name, value in values.items() if name != "strategy"})
 
 
 def test_split_adds_merges_as_the_partials_grow(monkeypatch: pytest.MonkeyPatch) -> None:

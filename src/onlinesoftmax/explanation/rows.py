@@ -266,16 +266,16 @@ class Explanation:
 
 def explain_task(task: Task, planner: Planner, choice: Choice) -> Explanation:
     """The plan for a task, and why."""
-    every = {_name_of(o): o for o in planner.alternatives(task, Choice(batch_invariant=choice.batch_invariant))}
+    problem = Problem.of(task, choice.batch_invariant)
+    every = {_name_of(o): o for o in planner.alternatives(problem, Choice(batch_invariant=choice.batch_invariant))}
     plans = [option for option in every.values() if isinstance(option, Plan)]
     # Without a forced choice, the plan is among the alternatives, and need not be made twice.
-    chosen = best(plans) if choice == ANY and plans else planner.plan(task, choice)
+    chosen = best(plans) if choice == ANY and plans else planner.plan(problem, choice)
     if choice != ANY:
         # A plan that the choice allows was compared with the chosen one by times of the allowed backends alone.
-        every |= {_name_of(o): o for o in planner.alternatives(task, choice) if isinstance(o, Plan)}
+        every |= {_name_of(o): o for o in planner.alternatives(problem, choice) if isinstance(o, Plan)}
     del every[_name_of(chosen)]
     others = sorted(every.values(), key=lambda o: o.estimate_us if isinstance(o, Plan) else float("inf"))
-    problem = Problem.of(task, choice.batch_invariant)
     return Explanation(task, problem, planner.device, chosen, tuple(others))
 
 

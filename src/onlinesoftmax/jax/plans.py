@@ -102,7 +102,7 @@ def planner_for(
         # The interpreter runs only where it is forced, and needs some GPU's numbers to plan with.
         device = INTERPRETED_FOR
         missing.append(("pallas/cluster", "Mosaic is not interpreted"))
-    elif find_spec("absl") is None and not every_backend:
+    elif not every_backend and find_spec("absl") is None:
         missing.append(("pallas/cluster", "JAX's Mosaic needs absl-py: pip install absl-py"))
     return Planner(device, tuple(missing), table_for(device), strategies_for(choice))
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from ..core.device import Device
 from ..core.problem import Problem
 from ..core.view import power_of_two_divisor
-from .proposal import Proposal
+from .proposal import Proposal, made
 from .quality import exchange_wait_us, narrow, served_by_l2
 
 
@@ -66,10 +66,12 @@ def priced(
     bytes_moved = problem.read_bytes + problem.write_bytes + bytes_read_again(proposal, problem)
     floor = (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3)
     us = estimated_us(proposal, problem, device) if forecast_us is None else forecast_us
-    known = {name: getattr(proposal, name) for name in PROPOSED}
+    known = vars(proposal) if type(proposal) is Proposal else {name: getattr(proposal, name) for name in PROPOSED}
     estimate = max(us, floor, proposal.launches * LAUNCH_US)
-    return Plan(**known, device=device.name, bytes_moved=bytes_moved, floor_us=floor, estimate_us=estimate, rank_us=us,
-                measured_on=measured_on, cells=cells)  # fmt: skip
+    return made(
+        Plan, **known, device=device.name, bytes_moved=bytes_moved, floor_us=floor, estimate_us=estimate, rank_us=us,
+        measured_on=measured_on, cells=cells,
+    )  # fmt: skip
 
 
 def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:

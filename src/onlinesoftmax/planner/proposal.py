@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any, TypeVar
 
 from ..core.device import Device
 from ..core.problem import Problem
@@ -88,6 +89,29 @@ class Proposal(Blocks):
         return vars(self) | {"variant": str(self.variant)}
 
 
+Record = TypeVar("Record", bound=Proposal)
+
+
+def made(record: type[Record], **values: Any) -> Record:
+    """The record with these attributes, as `record(**values)` makes it.
+
+    A plan makes some sixty proposals, and `__init__` of a frozen record takes four times as long.
+    """
+    every, required = _attributes(record)  # type: ignore[arg-type]  # a class has another __hash__
+    if not required <= values.keys() <= every.keys():
+        return record(**values)
+    found = object.__new__(record)
+    vars(found).update(every | values)
+    return found
+
+
+@cache
+def _attributes(record: type[Proposal]) -> tuple[dict[str, Any], frozenset[str]]:
+    """(defaults, required): every attribute of a record, in order, with its default; those that have none."""
+    defaults = {field.name: field.default for field in fields(record)}
+    return defaults, frozenset(name for name, default in defaults.items() if default is MISSING)
+
+
 KERNELS = {"cuda": "CUDA", "triton": "Triton", "pallas": "Pallas"}
 """Names of the backends with kernels for NVIDIA GPUs, as sentences write them."""
 
@@ -117,8 +141,8 @@ def propose(problem: Problem, backend: str, strategy: str, reason: str, peeled: 
     if "quality" not in values:
         values["quality"] = quality(backend, strategy, values.pop("case", ""))
     reason += "; unaligned rows: head and tail are handled separately" if peeled else ""
-    return Proposal(
-        backend=backend, strategy=strategy, reason=reason, vector=problem.vector if peeled else 1, **values
+    return made(
+        Proposal, backend=backend, strategy=strategy, reason=reason, vector=problem.vector if peeled else 1, **values
     )  # fmt: skip
 
 
