@@ -28,16 +28,21 @@ from onlinesoftmax.lab.report.combinations import (
     LONGEST,
     PLAIN,
     STEP,
+    STEPS,
     Choices,
     Combination,
     cliffs,
     kind_of,
     lengths,
+    step_at,
 )
-from onlinesoftmax.lab.report.plans import planned, why_cliff
+from onlinesoftmax.lab.report.plans import answers_of, planned, why_cliff
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.facts import plan_facts
 from onlinesoftmax.planner.plan import Refusal
+
+LINE = 128 // 4
+"""Elements of 32 bits in a cache line."""
 
 
 def families(data: Any) -> list[tuple[Combination, str, Any]]:
@@ -93,7 +98,7 @@ def test_every_cliff_is_one(data: Any) -> None:
         answers = {answer[0]: answer for answer in family["answers"]}
         for before, first, why in family["cliffs"]:
             seen += 1
-            assert first - before <= STEP
+            assert first - before <= step_at(before)
             assert {before, first} <= answers.keys(), "the slider stops on both sides of a cliff"
             plans = [explained(combination, cols).plan for cols in (before, first)]
             assert (plans[0].backend, plans[0].strategy) != (plans[1].backend, plans[1].strategy)
@@ -136,6 +141,23 @@ def test_bisection_finds_the_first_multiple(first: int) -> None:
     [(before, found)] = cliffs([8, 1 << 20], lambda n: n >= first)
     assert found - before == STEP
     assert found == -(-first // STEP) * STEP
+
+
+@pytest.mark.parametrize("low", [4096, 100_000, 3 << 20])
+def test_a_cliff_between_long_rows_is_located_to_a_part_of_their_length(low: int) -> None:
+    first = low * 4 // 3 + 1
+    [(before, found)] = cliffs([low, 2 * low], lambda n: n >= first)
+    assert before < first <= found
+    assert STEP < found - before <= low / STEPS
+    assert (found - low) % LINE == 0, "so rows that begin on cache lines stay there"
+
+
+def test_the_stops_end_with_the_first_length_that_does_not_fit_the_memory() -> None:
+    combination = Combination("torch", "h200", "softmax", PLAIN, "float32", 65536)
+    for kind, family in answers_of(combination).items():
+        memory = [dict(answer[6]).get("memory") for answer in family["answers"]]
+        assert (memory[-1] is not None) == (kind != "even"), "the list of even lengths ends before"
+        assert [each for each in memory[:-1] if each] == [], kind
 
 
 def test_the_slider_stops_at_the_lengths_that_the_page_names() -> None:

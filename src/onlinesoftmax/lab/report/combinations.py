@@ -115,7 +115,11 @@ LONGEST = 1 << 30
 """Longest row of the picker, in elements."""
 
 STEP = 8
-"""Rows of a multiple of STEP elements of 16 or 32 bits all start on 16 bytes.  Cliffs are searched in these steps."""
+"""Rows of a multiple of STEP elements of 16 or 32 bits all start on 16 bytes.  The shortest step of the bisection."""
+
+STEPS = 64
+"""A cliff is located to STEP elements, or to one part in STEPS of its length where that is more: a pixel of the chart.
+"""
 
 T = TypeVar("T")
 
@@ -167,7 +171,7 @@ def lengths(kind: str = "aligned") -> tuple[int, ...]:
 def cliffs(listed: Iterable[int], kind: Callable[[int], T]) -> list[tuple[int, int]]:
     """The cliffs between neighbours of a list of lengths, each as the last length before it and the first behind it.
 
-    Bisection in steps of STEP elements finds the changes between two listed lengths of different kinds.  A kind that
+    Bisection in the steps of `step_at` finds the changes between two listed lengths of different kinds.  A kind that
     comes and goes between two lengths of the same kind is not found.
 
     Args:
@@ -188,8 +192,17 @@ def cliffs(listed: Iterable[int], kind: Callable[[int], T]) -> list[tuple[int, i
     return found
 
 
+def step_at(cols: int) -> int:
+    """The step of the bisection above a length: a power of two, so that rows on cache lines stay on cache lines.
+
+    >>> step_at(64), step_at(4096), step_at(1 << 20)
+    (8, 64, 16384)
+    """
+    return max(STEP, 1 << (cols // STEPS).bit_length() >> 1)
+
+
 def _first_change(low: int, high: int, kind: Callable[[int], T]) -> tuple[int, int]:
     """Two lengths at most a step apart between two of different kinds: the last of the lower kind, and the next one."""
-    before, between = kind(low), range(low + STEP, high, STEP)
+    before, between = kind(low), range(low + step_at(low), high, step_at(low))
     first = bisect_left(between, True, key=lambda cols: kind(cols) != before)
     return between[first - 1] if first else low, between[first] if first < len(between) else high

@@ -19,7 +19,7 @@ from ...planner.measured import tuned_table
 from ..bench.record_file import git_state
 from ..bench.tables import measures
 from . import charts
-from .combinations import EVERY, LONGEST, STEP, Choices
+from .combinations import EVERY, LONGEST, STEP, STEPS, Choices
 from .panels import series
 from .plans import planned
 from .records import Record
@@ -67,7 +67,7 @@ def page(
     trusted: Any = templates.filters["safe"]
     return templates.get_template("page.html").render(
         version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
-        devices=_devices(shown), default=shown_first(records), step=STEP, every=EVERY, longest=LONGEST,
+        devices=_devices(shown), default=shown_first(records), step=STEP, steps=STEPS, every=EVERY, longest=LONGEST,
         own_tables=any(tuned_table(known(gpu)) for gpu in choices.gpus),
         css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
         scripts=[trusted(_script(_template(name))) for name in SCRIPTS],

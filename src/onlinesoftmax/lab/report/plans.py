@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import zlib
@@ -21,11 +22,11 @@ from ...core.cache_size import ANSWERS
 from ...core.device import known
 from ...core.workers import WorkerPool
 from ...explanation import Explanation
-from ...planner.facts import blocks_of, plan_facts
+from ...planner.facts import blocks_of, lacks_memory, plan_facts
 from ...planner.measured import slug
 from ...planner.plan import Plan, Refusal
 from ..bench.record_file import sources
-from .combinations import KINDS, Combination, cliffs, lengths
+from .combinations import KINDS, STEP, Combination, cliffs, lengths
 
 FEW = 12
 """Combinations that one process plans in less time than another process takes to start."""
@@ -110,12 +111,22 @@ def _programs(plan: Plan) -> str:
     return f"{plan.splits} programs of {plan.warps} warps" if plan.splits > 1 else f"one program of {plan.warps} warps"
 
 
+def until_too_large(listed: Sequence[int], like: Explanation) -> list[int]:
+    """The row lengths up to the first for which the tensors of the call do not fit the memory of the device."""
+    too_large = (lacks_memory(like.problem.for_rows(like.problem.rows, cols), like.device) for cols in listed)
+    fitting = sum(1 for _ in itertools.takewhile(lambda sentence: sentence is None, too_large))
+    return [*listed[: fitting + 1]]
+
+
 def answers_of(combination: Combination) -> dict[str, Any]:
-    """The answers for all lengths of a combination, and its cliffs, for each kind of rows."""
+    """The answers for all lengths of a combination, and its cliffs, for each kind of rows.
+
+    The lengths of a kind end with the first whose call does not fit the memory of the device.
+    """
     explained = cache(combination.explain)
     found = {}
     for name in KINDS:
-        listed = lengths(name)
+        listed = until_too_large(lengths(name), explained(STEP))
         edges = cliffs(listed, lambda cols: _name(explained(cols).plan))
         every = sorted({*listed, *(cols for edge in edges for cols in edge)})
         reasons = [why_cliff(explained(before), explained(first)) for before, first in edges]
