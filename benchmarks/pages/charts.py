@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
 from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING
-from onlinesoftmax.lab.report.charts import COLORS, GREY, HEIGHT, static, svg
+from onlinesoftmax.lab.report.charts import GREY, HEIGHT, LIBRARY_COLORS, static, svg
 from onlinesoftmax.lab.report.panels import COPY, NAMES, joined, series
 from onlinesoftmax.lab.report.records import Record
 
@@ -19,6 +19,9 @@ from .steps import DECODING_WAYS, STEP_WAYS, named, tokens_per_second
 
 ROOM = 24
 """Pixels beside texts: a browser's font may be wider than that of the program that makes the SVG."""
+
+TWO_LINES = "split(replace(datum.label, regexp(', (?=[0-9]+ layers)'), ',|'), '|')"
+"""Label of a group of bars: the layers of a model stand on a line of their own, so that the bars have more room."""
 
 LOW = 220
 """Height in pixels of a chart inside a page; that of the README is higher."""
@@ -48,10 +51,10 @@ def losses(records: Records) -> str:
     """Times of the mean cross-entropy with its gradient in copies, as bars of every library and shape."""
     found = records.cases(CROSS_ENTROPY, dtype="bfloat16", reduction="mean", with_gradient=True)
     bars = [
-        (shape(each.case), {"ours": "ours", **NAMES}[result.who], result.copies)
+        (shape(each.case), result.who, result.copies)
         for each in found for result in each.results if result.copies
     ]  # fmt: skip
-    return _bars(bars, "time of forward and backward, in copies of the logits", floor=1)
+    return _bars(bars, {"ours": "ours", **NAMES}, "time of forward and backward, in copies of the logits", floor=1)
 
 
 def whole_steps(operation: str) -> Callable[[Records], str]:
@@ -60,10 +63,10 @@ def whole_steps(operation: str) -> Callable[[Records], str]:
     def draw(records: Records) -> str:
         found = records.cases(records.first("training-step"), operation=operation)
         bars = [
-            (named(each), STEP_WAYS[result.who], tokens_per_second(each, result))
+            (named(each), result.who, tokens_per_second(each, result))
             for each in found for result in each.results if result.times
         ]  # fmt: skip
-        return _bars(bars, "tokens per second")
+        return _bars(bars, STEP_WAYS, "tokens per second")
 
     return draw
 
@@ -73,20 +76,26 @@ def decoding(records: Records) -> str:
     found = records.cases(records.first("decoding"))
     many = max((each.case.rows for each in found), default=0)
     bars = [
-        (named(each), DECODING_WAYS[result.who], result.times.median_us / 1e3)
+        (named(each), result.who, result.times.median_us / 1e3)
         for each in found for result in each.results if result.times and each.case.rows == many
     ]  # fmt: skip
-    return _bars(bars, "milliseconds of a step: less is better")
+    return _bars(bars, DECODING_WAYS, "milliseconds of a step: less is better")
 
 
-def _bars(bars: Sequence[tuple[str, str, float]], title: str, floor: float | None = None) -> str:
-    """Bars (group, library, value) of groups below each other, with a dashed line at the floor."""
-    values = [{"group": group, "library": library, "value": float(f"{value:.4g}")} for group, library, value in bars]
-    here = list(dict.fromkeys(library for _, library, _ in bars))
-    color = alt.Color("library:N", scale=alt.Scale(domain=here, range=list(COLORS)), sort=None,
-                      legend=alt.Legend(title=None, orient="bottom", columns=5))  # fmt: skip
+def _bars(
+    bars: Sequence[tuple[str, str, float]], names: Mapping[str, str], title: str, floor: float | None = None
+) -> str:
+    """Bars (group, library, value) of groups below each other, with a dashed line at the floor.
+
+    Libraries have their names in records, and `names` has those of the legend.
+    """
+    values = [{"group": group, "library": names[who], "value": float(f"{value:.4g}")} for group, who, value in bars]
+    colors = {names[who]: LIBRARY_COLORS[who] for _, who, _ in bars}
+    here = list(colors)
+    color = alt.Color("library:N", scale=alt.Scale(domain=here, range=list(colors.values())), sort=None,
+                      legend=alt.Legend(title=None, orient="bottom", columns=3))  # fmt: skip
     drawn = alt.Chart(alt.NamedData("bars")).mark_bar().encode(
-        y=alt.Y("group:N", title=None, sort=None, axis=alt.Axis(labelLimit=400)),
+        y=alt.Y("group:N", title=None, sort=None, axis=alt.Axis(labelLimit=400, labelExpr=TWO_LINES)),
         yOffset=alt.YOffset("library:N", sort=here), color=color,
         x=alt.X("value:Q", title=title, axis=alt.Axis(tickCount=8)),
     )  # fmt: skip
