@@ -24,6 +24,7 @@ from .markdown import (
     spread,
     table,
     together,
+    without_time,
 )
 from .records import Records, ours, result_of
 
@@ -78,7 +79,7 @@ def _of_products(result: Result | None) -> str:
     if result is None:
         return NOTHING
     if result.of_products is None:
-        return "refuses" if result.status == "refused" else result.status
+        return without_time(result)
     return together(
         [f"{result.of_products:.2f}", *([size(result.extra_bytes)] if result.extra_bytes is not None else [])]
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.bench.result import CANNOT, CaseResult, Result
 from onlinesoftmax.lab.report.records import Record
 
 NOTHING = "–"
@@ -31,7 +31,7 @@ def share(result: Result | None) -> str:
     if result is None:
         return NOTHING
     if result.of_copy is None:
-        return _without_time(result)
+        return without_time(result)
     return f"{result.of_copy:.2f}" if result.of_copy >= 0.005 else "< 0.01"
 
 
@@ -40,13 +40,13 @@ def copies(result: Result | None) -> str:
     if result is None:
         return NOTHING
     if result.copies is None:
-        return _without_time(result)
+        return without_time(result)
     return f"{result.copies:.2f}" if result.copies < 10 else f"{result.copies:.0f}"
 
 
-def _without_time(result: Result) -> str:
+def without_time(result: Result) -> str:
     """The word for a result that has no time."""
-    return "refuses" if result.status == "refused" else result.status
+    return CANNOT if result.status == "refused" else result.status
 
 
 def spread(values: Iterable[float | None]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.host_times import PLAIN
-from onlinesoftmax.lab.bench.result import CaseResult, Result
+from onlinesoftmax.lab.bench.result import CANNOT, CaseResult, Result
 from onlinesoftmax.lab.report.panels import NAMES
 
 from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table
@@ -107,7 +107,7 @@ def _results(found: Sequence[CaseResult], who: str) -> list[Result]:
 
 
 def _range(title: str, found: Sequence[CaseResult]) -> list[str]:
-    """The smallest and the largest share of each library, and the number of cases that it refuses or has wrong.
+    """The smallest and the largest share of each library, and the number of cases that it cannot run or has wrong.
 
     The braces in the title stand for the shortest and the longest row.
     """
@@ -115,7 +115,7 @@ def _range(title: str, found: Sequence[CaseResult]) -> list[str]:
     for who in LIBRARIES:
         results = _results(found, who)
         text = spread(result.of_copy for result in results)
-        for status, verb in (("refused", "refuses"), ("wrong", "wrong in")):
+        for status, verb in (("refused", CANNOT), ("wrong", "wrong in")):
             count = sum(result.status == status for result in results)
             text += f"; {verb} {count} of {len(results)}" if count else ""
         cells.append(text)

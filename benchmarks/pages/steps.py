@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 
-from .markdown import ABSENT, NOTHING, size, source, table, together
+from .markdown import ABSENT, NOTHING, size, source, table, together, without_time
 from .records import Records, result_of
 from .tokens import WAYS
 
@@ -84,9 +84,9 @@ def named(found: CaseResult) -> str:
 def _cell(
     found: CaseResult, result: Result | None, cell: Callable[[CaseResult, Result], str], least: float
 ) -> str:  # fmt: skip
-    if result is None or result.status == "refused":
-        return NOTHING if result is None else "refuses"
+    if result is None:
+        return NOTHING
     if not result.times:
-        return result.status
+        return without_time(result)
     text = cell(found, result)
     return f"**{text}**" if result.times.median_us == least else text

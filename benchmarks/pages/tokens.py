@@ -5,7 +5,7 @@ from __future__ import annotations
 from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 
-from .markdown import ABSENT, NOTHING, microseconds, sizes, source, table
+from .markdown import ABSENT, NOTHING, microseconds, sizes, source, table, without_time
 from .records import Records, result_of
 
 WAYS = {
@@ -51,7 +51,7 @@ def _of_way(found: list[CaseResult], who: str) -> str:
     times = [result.times.median_us for result in results if result.times is not None]
     if times:
         return _range(times)
-    return next(("refuses" if result.status == "refused" else result.status for result in results), NOTHING)
+    return next((without_time(result) for result in results), NOTHING)
 
 
 def _of_reads(found: list[CaseResult]) -> str:

@@ -130,7 +130,7 @@ def test_a_peer_that_refuses_is_shown_with_its_error_and_fails_nothing(monkeypat
     done = call(*SMALL, "--peers", "raises,liger")
     assert done.exit_code == 0, done.output
     lines = {line.split()[2]: line for line in done.stdout.splitlines() if line.startswith("  4x8")}
-    assert lines["raises"].endswith("refuses: N must be a multiple of 8")
+    assert lines["raises"].endswith("cannot run: N must be a multiple of 8")
     assert "absent: not installed: pip install liger-kernel" in done.stdout
 
 

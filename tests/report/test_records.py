@@ -36,7 +36,7 @@ def test_a_record_has_the_table_of_bench(tmp_path: Path) -> None:
     assert header == ("shape", "dtype", "who", "time us", "GB/s", "of copy", "vs torch", "analysis")
     assert rows[0] == ("4096x1024", "bfloat16", "ours cuda/row", "50.0", "3900", "98%", "2.00x", "at the floor")
     assert "WRONG: off by 3" in rows[2]
-    assert "refuses: no such dtype" in rows[3]
+    assert "cannot run: no such dtype" in rows[3]
     assert rows[-2][-1] == "skipped: too large"
     assert rows[-1][-1] == "absent: quack is not installed"
     facts = dict(found.facts)

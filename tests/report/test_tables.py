@@ -118,7 +118,7 @@ def test_a_record_of_tokens_fills_its_table(tables: Any, tmp_path: Path) -> None
     (tmp_path / "h100-sampling.json").write_text(json.dumps(content))
     lines = tables["BLOCKS"]["sampling_table"](tables["Records"](tmp_path)).splitlines()
     assert lines[0] == "| rows × tokens |  | one read | ours | FlashInfer, probabilities |"
-    assert lines[2] == "| 64\u00a0×\u00a0128256 | top-k 50 | 20.0 | **26.0\u00a0to\u00a031.0** | refuses |"
+    assert lines[2] == "| 64\u00a0×\u00a0128256 | top-k 50 | 20.0 | **26.0\u00a0to\u00a031.0** | cannot run |"
 
 
 def test_a_missing_record_is_said(tables: Any, tmp_path: Path) -> None:

@@ -98,9 +98,9 @@ def bench(
     measures a step from tokens to the next ones; its shapes are rows x tokens.
 
     --resume needs a record of the same options, commit, sources, versions and device; the error names the field that
-    differs.  The exit code is 0 where every result is right, whatever its speed and whoever refuses; 1 where a result
-    of ours or of another library is wrong, or ours crashed; 2 for wrong input and where ours can run no case; 130
-    after an interruption.
+    differs.  The exit code is 0 where every result is right, whatever its speed and whoever cannot run it; 1 where a
+    result of ours or of another library is wrong, or ours crashed; 2 for wrong input and where ours can run no case;
+    130 after an interruption.
 
     \b
     Examples:

@@ -34,7 +34,10 @@ ONLY_OF: dict[Measures, tuple[str, ...]] = {
 LARGE = 1 << 20
 """Number of elements from which a CPU spends its time on arithmetic, so that ours is held to a ratio."""
 
-WORDS = {"wrong": "WRONG", "failed": "FAILED", "refused": "refuses"}
+CANNOT = "cannot run"
+"""What every table says of a library that raises an error for a case, or lacks what it asks for."""
+
+WORDS = {"wrong": "WRONG", "failed": "FAILED", "refused": CANNOT}
 """Words of the tables for a result without times, by its status."""
 
 COPY_OF_SHARD, ALL_REDUCE = "copy of a shard", "all-reduce of rows"
