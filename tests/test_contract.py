@@ -131,8 +131,9 @@ CUDA = tuple(f"{backend}/{strategy}" for backend, strategy, _ in FORCED_CUDA)
 
 def _calls_of_jax() -> list[tuple[str, str, torch.dtype, Case]]:
     """Every operation on every input; strategies and dtypes take turns, and meet each other on special rows."""
-    # XLA knows no strides: the others would be the same arrays again.
+    # XLA knows no strides: the others would be the same arrays again.  It takes no array that begins between 16 bytes.
     cases = [case for case in CASES if case.dim != -1 or case.tensor(torch.float32, "cpu").is_contiguous()]
+    cases = [case for case in cases if case.name != "unaligned start"]
     cells = []
     for k, name in enumerate(DECLARED):
         cells += [(CUDA[(i + k) % 4], name, DTYPES[(i + i // 4 + k) % 4], case) for i, case in enumerate(cases)]

@@ -301,6 +301,10 @@ def test_explain_says_what_runs() -> None:
     masked = explain((64, 3000001), mask=(64, 3000001), framework="jax", device="h100")
     assert masked.plan.backend == "pallas"
     assert "in another pass" in str(masked)
+    moved = explain((64, 3000001), framework="jax", device="h100", dim=0)
+    assert moved.plan.backend == "eager"
+    assert "move the axis to the end" in str(moved)
+    assert explain((3000001, 64), framework="jax", device="h100", dim=0, backend="cuda").plan.backend == "cuda"
     for name in OPERATIONS:
         assert (
             explain((64, 5000), framework="jax", device="h100", backend="cuda", operation=name).plan.backend == "cuda"
@@ -326,7 +330,7 @@ def test_a_program_for_a_gpu_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_programs_that_call_the_kernels_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long rows on a known GPU; not a GPU without a name, `jax.export`, or a kernel shorter than launches."""
+    """Long rows on a known GPU; not columns, a GPU without a name, `jax.export`, or a kernel shorter than launches."""
     pytest.importorskip("cuda.core", reason="cuda-core is not installed")
 
     def loss(x: Any) -> Any:
@@ -339,6 +343,9 @@ def test_programs_that_call_the_kernels_by_themselves(monkeypatch: pytest.Monkey
     jax.clear_caches()
     assert lowered(step, cols).count(f"@{cuda_call.TARGET}") == 1
     assert cuda_call.TARGET not in lowered(step, 640)
+    for backend in (None, "cuda"):
+        columns = lowered(partial(osj.softmax, axis=0, backend=backend), cols)
+        assert ("custom_call" in columns) == (backend == "cuda")
     assert lowered(jax.grad(lambda x: jnp.sum(osj.softmax(x) ** 2)), cols).count(f"@{cuda_call.TARGET}") == 2
     x = jax.ShapeDtypeStruct((64, cols), jnp.float32)
     checks = [

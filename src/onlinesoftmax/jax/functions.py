@@ -53,9 +53,9 @@ def softmax(
             of the input and has size 1 along `axis`.
         softcap: A positive number that bounds the scores; None for no bound.
         bias: Floating-point array that broadcasts to x's shape.
-        backend: Force "pallas" (kernels of this library; on a CPU they are interpreted, which is slow), "cuda" (the
-            CUDA kernels of PyTorch's tensors, which take no `where` here) or "eager" (XLA's operations).  None plans:
-            Pallas kernels compete with XLA on NVIDIA GPUs, and XLA runs elsewhere.
+        backend: Force "cuda" (the CUDA kernels of PyTorch's tensors), "pallas" (kernels for JAX alone; on a CPU they
+            are interpreted, which is slow) or "eager" (XLA's operations).  None plans: on NVIDIA GPUs the three
+            compete if `axis` is the last one, and XLA runs elsewhere.
         strategy: Force the strategy "row", "cluster", "looped" or "split" of the backend "pallas", or "row", "cluster",
             "grid" or "looped" of the backend "cuda".
         axis_name: Inside `jax.shard_map`, the name of the mesh axis along which `axis` is sharded, or a tuple of

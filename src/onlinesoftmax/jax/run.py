@@ -8,11 +8,11 @@ from types import MappingProxyType
 import jax.numpy as jnp
 
 from ..core.arrays import Array
-from ..core.task import Choice
+from ..core.task import ANY, Choice
 from ..ops import OPERATIONS
 from . import array_types, autograd, custom_op
 from .eager import logsumexp_of
-from .plans import outputs_of
+from .plans import is_moved, outputs_of
 from .prepare import Rows
 from .signature import Signature, Values
 
@@ -57,6 +57,8 @@ def call_on(
     rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, numbers: Numbers = NONE
 ) -> tuple[Signature, Values]:
     """The signature and the operands of a call on rows; the arguments are those of `results`."""
+    if choice == ANY and is_moved(rows.shape, rows.axes):
+        choice = Choice("eager")
     given = tuple((number, value) for number, value in numbers.items() if value)
     call = Signature(name, outputs_of(name, entropy), rows.options, given, choice, axis_name=rows.names)
     return call, {"x": rows.x, **rows.arrays, **({} if target is None else {"target": target})}
