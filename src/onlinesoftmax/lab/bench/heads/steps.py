@@ -17,7 +17,7 @@ from .step_peers import losses_on_logits
 
 KIND: Measures = "step time"
 
-HEAD_SIZE = 128
+ATTENTION_WIDTH = 128
 """Width of an attention head, about: the number of heads has to divide the width of the decoder."""
 
 STATES = 4
@@ -61,7 +61,7 @@ def make_decoder(case: StepCase, device: Any) -> Any:
     from torch import nn
 
     _, hidden, classes = case.shape
-    heads = next(count for count in range(max(1, hidden // HEAD_SIZE), 0, -1) if hidden % count == 0)
+    heads = next(count for count in range(max(1, hidden // ATTENTION_WIDTH), 0, -1) if hidden % count == 0)
     where: dict[str, Any] = {"device": device, "dtype": getattr(torch, case.dtype)}
 
     class Decoder(nn.Module):

@@ -20,7 +20,7 @@ KIND: Measures = "decoding time"
 CONTEXT = 1024
 """Tokens in the cache, with the one that is read."""
 
-HEAD_SIZE, GROUP = 128, 4
+ATTENTION_WIDTH, GROUP = 128, 4
 """Width of an attention head, and heads that share keys and values, as in Llama 3.1 8B."""
 
 
@@ -78,7 +78,7 @@ class _Layer:
     def __init__(self, case: DecodeCase, generator: Any) -> None:
         import torch
 
-        hidden, self.size = case.hidden, min(HEAD_SIZE, case.hidden)
+        hidden, self.size = case.hidden, min(ATTENTION_WIDTH, case.hidden)
         self.heads = hidden // self.size
         self.groups = max(1, self.heads // GROUP)
         width, inner = self.groups * self.size, 4 * hidden
