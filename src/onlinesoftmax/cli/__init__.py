@@ -44,6 +44,8 @@ def build() -> typer.Typer:
     """The application, with every command registered."""
     import typer
 
+    from .options import Command
+
     app = typer.Typer(
         # Plain help reads well in a pipe and in a terminal, and needs no import of rich.
         rich_markup_mode=None,
@@ -65,7 +67,7 @@ def build() -> typer.Typer:
         """
 
     for name, summary in COMMANDS.items():
-        app.command(short_help=summary)(getattr(importlib.import_module(f".{name}", __package__), name))
+        app.command(cls=Command, short_help=summary)(getattr(importlib.import_module(f".{name}", __package__), name))
     return app
 
 

@@ -1,4 +1,4 @@
-"""Options whose values are names: each is checked, with the nearest name in the error, and shells complete it."""
+"""Options: a wrong name of one, and of one's value, is an error with the name that was meant; shells complete both."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
 from ..core.device import KNOWN
 from ..core.task import ITEMSIZE
+from ..core.wrong_calls import meant
 from ..kernels import registry
 from ..lab.names import unknown
 from ..ops import OPERATIONS
@@ -21,6 +23,24 @@ STRATEGIES = tuple(dict.fromkeys(str(row[1]) for row in (*TABLE, *FOR_JAX)))
 FRAMEWORKS = ("torch", "jax")
 REDUCTIONS = ("mean", "sum", "none")
 OUTPUTS = tuple(dict.fromkeys(output.name for operation in OPERATIONS.values() for output in operation.outputs))
+
+
+class Command(TyperCommand):
+    """A command whose error for an option that it does not have names the one that was meant."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # NoSuchOption, of click or of the copy of click that newer versions of Typer have
+            wrong = getattr(error, "option_name", None)
+            if wrong and hasattr(error, "possibilities"):
+                names = [str(option).strip("-").replace("-", "_") for each in self.params for option in each.opts]
+                if found := meant(wrong.strip("-").replace("-", "_"), names):
+                    vars(error).update(
+                        message=f"No such option: {wrong}; did you mean --{found.replace('_', '-')}?",
+                        possibilities=None,
+                    )
+            raise
 
 
 def named(

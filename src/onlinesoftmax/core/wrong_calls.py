@@ -36,9 +36,11 @@ ALIKE: tuple[tuple[str, ...], ...] = (
     ("score", "scoring_func", "score_function"),
     ("support", "return_support"),
     ("group", "process_group"),
-    ("device", "gpu"),
+    ("device", "gpu", "gpus"),
+    ("op", "operation", "function"),
+    ("out", "output", "outfile"),
 )
-"""Names that libraries have for one argument."""
+"""Names that libraries and their commands have for one argument."""
 
 
 def hinting(function: Function, package: str = "") -> Function:
@@ -91,7 +93,7 @@ def _sentence(function: Any, package: str, error: str, args: tuple[Any, ...], kw
     wrong = [each for each in kwargs if each not in names]
     if not wrong:
         return f"{found}: call {name}({_called(signature)})"
-    advice = _meant(wrong[0], names) or _others(wrong[0], name, package)
+    advice = _pass(wrong[0], meant(wrong[0], names)) or _others(wrong[0], name, package)
     return f"{found}: {advice or 'it takes ' + ', '.join(names)}"
 
 
@@ -104,13 +106,20 @@ def _called(signature: inspect.Signature) -> str:
     return ", ".join([*first, *(["*", *by_name] if by_name else [])])
 
 
-def _meant(wrong: str, names: Iterable[str]) -> str | None:
-    """The advice for a wrong name, from the names that the function has."""
+def meant(wrong: str, names: Iterable[str]) -> str | None:
+    """The name that was meant by a wrong one, of those that there are; None where none is alike.
+
+    >>> meant("gpu", ("dtype", "device")), meant("topp", ("top_k", "top_p")), meant("temperature", ("scale",))
+    ('device', 'top_p', 'scale')
+    """
     plain = {name.replace("_", ""): name for name in names}
     alike = next((group for group in ALIKE if wrong in group), ())
     found = plain.get(wrong.replace("_", "").lower()) or next((name for name in alike if name in plain.values()), None)
-    if found is None:
-        found = next(iter(get_close_matches(wrong, plain.values(), 1, 0.75)), None)
+    return found or next(iter(get_close_matches(wrong, plain.values(), 1, 0.75)), None)
+
+
+def _pass(wrong: str, found: str | None) -> str | None:
+    """The advice to pass another argument."""
     if found is None:
         return None
     inverse = {found, wrong} == {"scale", "temperature"}
