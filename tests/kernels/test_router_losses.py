@@ -122,6 +122,15 @@ def test_a_loss_is_that_of_the_results(folder: Path, monkeypatch: pytest.MonkeyP
     near(osm.load_balancing_loss(routed), losses.load_balancing_loss(Routed(*routed), "switch"))
 
 
+def test_a_loss_of_counts_that_a_collective_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch counts no change by `all_reduce`, as it counts none of `.data`."""
+    routed = trained(a_call(logits(24, 60).requires_grad_(), 5), folder, monkeypatch)
+    assert routed.counts is not None
+    with osm.distributed.one_process():
+        routed.counts.data[1:] = 0
+        near(osm.load_balancing_loss(routed), losses.load_balancing_loss(Routed(*routed), "switch"))
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_the_kernels_compile_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")

@@ -162,7 +162,8 @@ def load_balancing_loss(
 
     Returns:
         A scalar, differentiable in the logits; 0 without a token.  Of DTensors, a DTensor that every process has.  On a
-        GPU, `route` may have computed it; then changes of routed in place that PyTorch does not count are not noticed.
+        GPU and without process groups, `route` has computed it; then a change of the results through `.data` counts for
+        nothing.
 
     Raises:
         TypeError, ValueError: routed is no result of `route`, or has no counts or no prob_sums; kind is unknown; a

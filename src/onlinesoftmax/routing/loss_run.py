@@ -25,14 +25,17 @@ def own_loss(routed: Routed, values: Tensor, counts: Tensor, factor: float, z_lo
         return fused(values, counts, factor, z_loss)
     found: Tensor | None = getattr(routed.losses, name)
     # It is recorded by autograd, and belongs to the results as they were.
-    if found is None or not torch.is_grad_enabled() or _have_changed(routed):
+    if found is None or not torch.is_grad_enabled() or _may_have_changed(routed):
         return fused(values, counts, factor, z_loss)
     # The caller may change it in place, so no other caller gets it.
     routed.losses = routed.losses._replace(**{name: None})
     return found
 
 
-def _have_changed(routed: Routed) -> bool:
+def _may_have_changed(routed: Routed) -> bool:
+    """True where results were changed in place, or may have been by a collective, which PyTorch does not count."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return True
     return any(t is not None and t._version for t in (routed.counts, routed.prob_sums, routed.lse))
 
 
