@@ -41,6 +41,9 @@ def patch() -> None:
         (core.dtype, "__eq__", _compare_objects_first(core.dtype.__eq__)),
         (core.block_type, "__init__", _check_each_shape_once(core.block_type.__init__)),
         (core.tensor, "__init__", _make_tensor),
+        (interpreter.TensorHandle, "__init__", _make_handle),
+        (interpreter.InterpreterBuilder, "cast_impl", _cast_at_once(interpreter.InterpreterBuilder.cast_impl)),
+        (type(interpreter.interpreter_semantic), "to_tensor", _pass_tensors(interpreter.interpreter_semantic)),
     ):
         REPLACED.append((owner, name, getattr(owner, name)))
         setattr(owner, name, new)
@@ -164,6 +167,33 @@ def _make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.shape, self.numel = type.shape_of_tensor if type.is_block() else SCALAR
 
 
+def _make_handle(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+    """The initializer of TensorHandle without its check of the dtype, which _Recorder makes once."""
+    self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+
+
+def _cast_at_once(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Let NumPy convert what it can convert without four comparisons of dtypes."""
+
+    def cast_at_once(self: Any, src: Any, dst_type: Any) -> Any:
+        to = dst_type.scalar
+        if src.dtype.scalar.name == "bf16" or to.name == "bf16":
+            return cast(self, src, dst_type)
+        return interpreter.TensorHandle(src.data.astype(interpreter._get_np_dtype(to)), to)
+
+    return cast_at_once
+
+
+def _pass_tensors(semantic: Any) -> Callable[..., Any]:
+    """Look first for a tensor: the interpreter converts the value of every assignment."""
+    convert = type(semantic).to_tensor
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        return x if type(x) is core.tensor else convert(self, x, check_type)
+
+    return to_tensor
+
+
 def _replay_calls(member: Callable[..., Any]) -> Callable[..., Any]:
     """Let a function of triton.language choose its operations once for the types and numbers that it is given.
 
@@ -279,6 +309,8 @@ class _Recorder:
         if not name.startswith("create_"):
             self.constants.append(result)
             return result
+        if isinstance(result, interpreter.TensorHandle):
+            result.__post_init__()
         places = [(i, index) for i, arg in enumerate(args) if (index := _index_of(arg, self.values)) is not None]
         others = [arg for arg in args if _index_of(arg, self.values) is None] + [*named.values()]
         known = all(_index_of(arg, self.constants) is not None or _holds_no_handle(arg) for arg in others)
