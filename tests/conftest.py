@@ -47,8 +47,9 @@ os.environ.setdefault("ONLINESOFTMAX_CACHE", str(Path(tempfile.gettempdir()) / "
 # JAX shares the GPU with PyTorch, and with the other processes of pytest-xdist: it takes what it needs, not most of it.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# --doctest-modules would import the files named conftest a second time, all under one name.
-collect_ignore_glob = ["*/conftest.py", "*/typed/*"]
+# --doctest-modules would import the files named conftest a second time, all under one name, and a file that needs two
+# devices of JAX, which test_jax_sharded.py runs in a process of its own.
+collect_ignore_glob = ["*/conftest.py", "*/typed/*", "*/two_simulated_gpus.py"]
 # --doctest-modules imports every file, and these two import Triton.
 WITH_TRITON = ["triton_algebra.py", "sparsemax/kernels/triton.py"]
 collect_ignore = ["conftest.py", *([] if importlib.util.find_spec("triton") else WITH_TRITON)]
