@@ -287,10 +287,10 @@ def test_the_text_of_a_launch() -> None:
 def test_versions_of_the_interface() -> None:
     found = xla_handler.interface()
     assert found is not None
-    assert xla_handler.why_not_called(found) is None
+    assert xla_handler.why_unlike(found) is None
     for other in (found._replace(version=(1, 0)), found._replace(functions=("New", *found.functions))):
-        assert "do not know the version" in (xla_handler.why_not_called(other) or "")
-    assert "has no header" in (xla_handler.why_not_called(xla_handler.Interface.of("")) or "")
+        assert "do not know the version" in (xla_handler.why_unlike(other) or "")
+    assert "has no header" in (xla_handler.why_unlike(xla_handler.Interface.of("")) or "")
 
 
 def test_explain_says_what_runs() -> None:

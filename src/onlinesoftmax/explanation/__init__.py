@@ -201,7 +201,7 @@ def explain(
     if in_jax:
         task = task_in_jax(declaration, shape, axis, like.dtype, options, written)
         # For a named device, plan with every backend, installed here or not.
-        how, moved = (machine, choice, task, like.dtype, device is not None), jax_plans.is_moved(shape, (axis,))
+        how, moved = (machine, choice, task, like.dtype, device is not None), jax_plans.needs_move(shape, (axis,))
         return explain_task(task, jax_plans.planner_for(*how, moved=moved), choice)
     own = options.of(declaration.options)
     task = torch_task(declaration, shape, axis, like, own, batch_invariant, written or declaration.always)

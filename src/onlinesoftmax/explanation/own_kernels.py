@@ -1,4 +1,4 @@
-"""The way of a call of an operation with kernels of its own, such as `sample` and `route`, and why not another."""
+"""What the explanations of operations with kernels of their own share, such as those of `sample` and `route`."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class OwnKernelExplanation(ABC):
         ]
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """The call, its way, and why it takes no other, for JSON."""
         return {
             "function": self.function,
             "problem": self.problem._asdict(),
@@ -115,5 +115,8 @@ class OwnKernelExplanation(ABC):
 
 
 def why_no_cuda(framework: str) -> str | None:
-    """The reason why the CUDA kernels do not run on this machine; None where they do."""
+    """The reason why a framework cannot call the CUDA kernels here; None where it can.
+
+    JAX can compile a program for a GPU elsewhere, so without a driver there is no reason.
+    """
     return xla_handler.unavailable() if framework == "jax" else registry.unavailable("cuda")

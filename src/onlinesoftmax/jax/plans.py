@@ -27,8 +27,8 @@ LAUNCH_US = 14
 def outputs_of(name: str, entropy: bool = False, gradient: bool = False) -> tuple[str, ...]:
     """Names of the outputs that a kernel writes for a primitive, in the order of the declaration.
 
-    An operation with a result per row writes the state too.  A result that is rounded to the dtype of the input is made
-    of the state.
+    An operation with a result per row writes the state, m and l, too.  XLA makes a result in the dtype of the input of
+    the state.
 
     Args:
         name: Name in OPERATIONS.
@@ -47,7 +47,7 @@ def outputs_of(name: str, entropy: bool = False, gradient: bool = False) -> tupl
 
 
 def array_view(shape: tuple[int, ...], dtype: str) -> View:
-    """An array of the score options, which XLA lays out contiguously, and which may have size 1 along axes of x."""
+    """An array of the score options, which XLA lays out contiguously; its step along axes of size 1 is 0."""
     strides = zip(shape, contiguous_view(shape, dtype).strides, strict=True)
     return View(tuple(0 if size == 1 else step for size, step in strides), dtype)
 
@@ -75,16 +75,16 @@ def task_for(
 MOVED = "XLA would move the axis to the end of the array, which takes a copy; its own operations need none"
 """Why no kernel competes where an axis is reduced that is not the last.
 
-XLA's two or three reads and one write take 1.9 to 2.7 copies there, forward, and a kernel with its two moved arrays 2.8
-to 4; with the gradient of a loss 2.0 to 2.7 and 3.0 to 4 (H100, JAX 0.11.2).
+XLA's two or three reads and one write take as long as 1.9 to 2.7 copies of x there, forward, and a kernel with its two
+moved arrays as long as 2.8 to 4; with the gradient of a loss 2.0 to 2.7 and 3.0 to 4 (H100, JAX 0.11.2).
 """
 
 
-def is_moved(shape: Sequence[int], axes: Sequence[int]) -> bool:
-    """True where the elements of a row are not adjacent in an array that XLA lays out contiguously.
+def needs_move(shape: Sequence[int], axes: Sequence[int]) -> bool:
+    """True where axes, counted from 0, are not the last ones, so that a kernel needs an array with other strides.
 
     Example:
-        >>> is_moved((32, 512, 4096), (1,)), is_moved((32, 512, 1), (1,))
+        >>> needs_move((32, 512, 4096), (1,)), needs_move((32, 512, 1), (1,))
         (True, False)
     """
     reduced = [axis for axis in axes if shape[axis] != 1]
@@ -110,12 +110,12 @@ def planner_for(
         dtype: Dtype of the input.
         every_backend: True to plan also with the kernels that cannot be used on this machine.
         no_cuda: The reason why the program calls no CUDA kernel unless it is forced; None where it may.
-        moved: True where XLA moves the reduced axis to the end (`is_moved`).
+        moved: True where XLA would move the reduced axis to the end for a kernel (`needs_move`).
     """
     missing = []
     reason = None if every_backend else xla_handler.unavailable()
     if choice.backend is None:
-        reason = no_cuda or reason or _better_by_pallas(device, task, every_backend)
+        reason = no_cuda or reason or _why_not_cuda(device, task, every_backend)
     if reason:
         missing.append(("cuda", reason))
     if moved and choice == ANY:
@@ -131,8 +131,8 @@ def planner_for(
     return Planner(device, tuple(missing), table_for(device), strategies_for(choice))
 
 
-def _better_by_pallas(device: Device, task: Task, every_backend: bool) -> str | None:
-    """The reason why a CUDA kernel is not to be compared with Pallas for a task; None where it is."""
+def _why_not_cuda(device: Device, task: Task, every_backend: bool) -> str | None:
+    """The reason why no CUDA kernel is to be considered for a task unless it is forced; None where it is."""
     if device.kind == "cpu":
         return None
     if device.name == UNNAMED_GPU.name:
@@ -143,7 +143,7 @@ def _better_by_pallas(device: Device, task: Task, every_backend: bool) -> str | 
     scaled = "scale" in task.tensors or ("scale" in task.numbers and "bias" in task.tensors)
     if operation.backward and operation.scores and (scaled or "softcap" in task.numbers):
         return "XLA would compute the scores in another pass"
-    # The GPUs of a process are launched one after another, under Python's lock.
+    # XLA calls the handler in a thread for each GPU, but it is written in Python, so the launches take turns.
     gpus = 1 if every_backend else max(1, local_gpus())
     if (problem.read_bytes + problem.write_bytes) / (device.bandwidth * 1e3) < LAUNCH_US * gpus:
         host = f"{LAUNCH_US} us of the host's time" + (f" for each of {gpus} GPUs in turn" if gpus > 1 else "")

@@ -1,4 +1,4 @@
-"""The way of a call: the primitive of whole rows, or the exchange of rows that are sharded under `shard_map`."""
+"""Runs a call on rows: by one primitive for whole rows, or by an exchange for those that `shard_map` shards."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..core.task import ANY, Choice
 from ..ops import OPERATIONS
 from . import array_types, autograd, custom_op
 from .eager import logsumexp_of
-from .plans import is_moved, outputs_of
+from .plans import needs_move, outputs_of
 from .prepare import Rows
 from .signature import Signature, Values
 
 Numbers = Mapping[str, float]
-"""Operands that are numbers, by name."""
+"""Operands that are numbers, by name; 0 is the same as none."""
 
 NONE: Numbers = MappingProxyType({})
 
 
 def result(rows: Rows, name: str, choice: Choice, zero: bool = False) -> Array:
-    """The main result of an operation on rows; with `zero`, a logsumexp of only -inf has the gradient 0."""
+    """The result per element, or the logsumexp per row; with `zero`, that of a row of only -inf has the gradient 0."""
     custom_op.check(name, choice)
     per_row = OPERATIONS[name].per_row
     if rows.x.size == 0:
@@ -48,7 +48,8 @@ def results(
     call, operands = call_on(rows, name, choice, entropy, target, numbers)
     if not rows.names:
         return custom_op.bind(call, operands)
-    # Results per row are the same along the axes of the exchange, so that the target must not vary there.
+    # JAX wants operands that vary along the same axes of the mesh.  Results per row are the same along those of the
+    # exchange, so the operands do not vary there.
     every = frozenset().union(*map(array_types.varying, operands.values())) - set(rows.names)
     return autograd.run_shards(call, {name: array_types.vary(t, every) for name, t in operands.items()})
 
@@ -57,7 +58,7 @@ def call_on(
     rows: Rows, name: str, choice: Choice, entropy: bool = False, target: Array | None = None, numbers: Numbers = NONE
 ) -> tuple[Signature, Values]:
     """The signature and the operands of a call on rows; the arguments are those of `results`."""
-    if choice == ANY and is_moved(rows.shape, rows.axes):
+    if choice == ANY and needs_move(rows.shape, rows.axes):
         choice = Choice("eager")
     given = tuple((number, value) for number, value in numbers.items() if value)
     call = Signature(name, outputs_of(name, entropy), rows.options, given, choice, axis_name=rows.names)

@@ -19,12 +19,15 @@ Tensor = torch.Tensor
 
 
 def own_loss(routed: Routed, values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor | None:
-    """`fused`, of the results of one process: the loss that the kernel of `route` has computed too, if there is one."""
+    """The loss that the kernel of `route` has computed, while it is that of the results; else as `fused`.
+
+    values, counts and factor are those of `routed` for its tokens alone.
+    """
     name = "z_loss" if z_loss else "balance"
     if not isinstance(routed, WithLosses) or torch.compiler.is_compiling() or is_transformed():
         return fused(values, counts, factor, z_loss)
     found: Tensor | None = getattr(routed.losses, name)
-    # It is recorded by autograd, and belongs to the results as they were.
+    # Autograd recorded it, so it is not for no_grad; and the results may have changed since.
     if found is None or not torch.is_grad_enabled() or _may_have_changed(routed):
         return fused(values, counts, factor, z_loss)
     # The caller may change it in place, so no other caller gets it.
@@ -72,14 +75,14 @@ class _Loss(torch.autograd.Function):
         slopes, values, counts = ctx.saved_tensors
         dy = dys[0]
         if torch.is_grad_enabled() and ctx.z_loss:
-            # The slopes have no derivative.
+            # Autograd takes the slopes as constants, so the derivative of this gradient comes from the values.
             number = counts.sum()
             return values * (dy * (2 * ctx.factor / (number + (number == 0)))), None, None, None
         if torch.is_grad_enabled() or is_batched(dy) or not dy.is_cuda:
             return slopes * dy, None, None, None
         from ..kernels.cuda.multiply import multiply
 
-        # This launch begins before the kernel before it has ended.
+        # This launch may begin while the kernel before it ends, and waits for it before it reads and writes.
         dx = torch.empty_like(slopes)
         multiply(slopes, dy, dx)
         return dx, None, None, None

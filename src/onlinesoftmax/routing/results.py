@@ -36,8 +36,8 @@ class Losses(NamedTuple):
     Attributes:
         balance: () float32: the load-balancing loss; None once it has been handed out.
         z_loss: The same of the z-loss.
-        slopes: float32: the derivative of `balance` in each of prob_sums; at the end, that of `z_loss` in lse, divided
-            by lse; None in what the caller gets.
+        slopes: float32: the derivative of `balance` in each of prob_sums; the last number, behind 0 to 3 that are not
+            used, is c in the derivative c * lse of `z_loss` in lse.  None in what the caller gets.
     """
 
     balance: Array | None
@@ -58,7 +58,7 @@ class WithLosses(Routed):
 
 
 def with_losses(routed: Routed, losses: Losses | None) -> Routed:
-    """The results with the losses, if there are some."""
+    """The results with these losses, or as they are for None."""
     if losses is None:
         return routed
     found = WithLosses(*routed)

@@ -5,9 +5,9 @@ a `Launch`.  The layouts are those of xla/ffi/api/c_api.h, which jaxlib brings; 
 program that XLA runs as a CUDA graph calls the handler when it records the graph, and not when it replays it.
 
 XLA runs the program of each GPU in a thread of its own, and a GPU may wait for another one in a collective operation.
-So no thread waits for a GPU while it holds Python's lock, or a lock that a thread of another GPU takes: kernels are
-loaded when XLA compiles the program (to load one may wait until its GPU is idle), and launched without Python's lock
-where there are several GPUs.
+So no thread waits for a GPU while it holds Python's lock, or a lock that a thread of another GPU takes.  To load a
+kernel may wait until its GPU is idle: kernels are loaded for all GPUs in use when XLA compiles a program, and for a GPU
+that comes into use later, with the first launch there.  With several GPUs, launching releases Python's lock.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..registry import module_missing
 from . import COMPILER, driver, why_not_compiled
 
 MAJOR, OLDEST_MINOR = 0, 1
-"""Version of the FFI for which the handler is written: this one and the later ones of the same major number."""
+"""Version of the FFI that the handler tells XLA: the oldest that it can be.  `why_unlike` checks what it needs."""
 
 INSTANTIATE, EXECUTE = "instantiate", "execute"
 """Stages in which XLA calls the handler, as jax.ffi names them: it compiles a program, and runs it."""
@@ -41,7 +41,7 @@ COMMAND_BUFFER_COMPATIBLE = 1
 """XLA_FFI_Handler_Traits: a call launches the same kernels each time, and a graph may record and replay them."""
 
 INTERNAL = 13
-"""XLA_FFI_Error_Code."""
+"""XLA_FFI_Error_Code of an internal error."""
 
 KEY = 32
 """Characters of a digest with which the text of a launch begins."""
@@ -49,11 +49,11 @@ KEY = 32
 
 @cache
 def unavailable() -> str | None:
-    """The reason why programs of XLA cannot call CUDA kernels on this machine; None when they can, or on another one.
+    """The reason why programs of XLA cannot call CUDA kernels; None where they can.
 
-    Where there is no driver, a program can be compiled for a GPU elsewhere.
+    None without a driver too: a program can be compiled here for a GPU elsewhere.
     """
-    if reason := module_missing(COMPILER, "cuda") or why_not_called(interface()):
+    if reason := module_missing(COMPILER, "cuda") or why_unlike(interface()):
         return reason
     try:
         driver.library()
@@ -83,7 +83,7 @@ class Interface(NamedTuple):
         return cls((major, minor), tuple(re.findall(r"_XLA_FFI_API_STRUCT_FIELD\(XLA_FFI_(\w+)\)", header)))
 
 
-def why_not_called(found: Interface | None) -> str | None:
+def why_unlike(found: Interface | None) -> str | None:
     """The reason why the handler does not fit an interface of XLA; None where it does."""
     if found is None:
         return "CUDA kernels in JAX need XLA's FFI, and jaxlib has no header of it"
@@ -108,12 +108,12 @@ class Launch(NamedTuple):
     Attributes:
         name: Name of the kernel.
         fields: Field of `Params` for the address of each operand, and then of each result.
-        mail: Bytes of the mailboxes, the last results.
+        mail: Bytes of each mailbox, memory by which blocks of the kernel exchange words: the last results.
         config: Arguments of `driver.launch_config`: teams, team, threads, bytes of dynamic shared memory, blocks of a
             cluster, and True for a cooperative launch.
         values: `Params`, with zeros for the addresses.
         cubin: The machine code.
-        empty: Each byte of the mailboxes before the kernel runs.
+        empty: Value that each byte of the mailboxes gets before the kernel runs.
     """
 
     name: str
@@ -174,12 +174,12 @@ class Handler:
     """A handler of XLA's FFI.
 
     Args:
-        load: What it does for a launch; for a GPU, `load` of this module.
+        load: Loads the kernel of a launch; for a GPU, `load` of this module.
         has_stream: False for a platform without streams, such as the host.
         devices: Function that returns the devices for which kernels are loaded when XLA compiles a program.
 
     Attributes:
-        stages: The C function by the stages in which XLA calls it.
+        stages: Address of the C function for each stage in which XLA calls it.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class Handler:
         """Handle one call of XLA: None, or the address of an error."""
         frame = _FRAME.from_address(address)
         try:
-            if frame[_EXTENSION] and _answers_metadata(frame[_EXTENSION]):
+            if frame[_EXTENSION] and _wrote_metadata(frame[_EXTENSION]):
                 return None
             # The only attribute is a text: XLA_FFI_ByteSpan.
             begin, size = _PAIR.from_address(_WORD.from_address(frame[_ATTRIBUTES]).value)[:]
@@ -216,7 +216,7 @@ class Handler:
     def _prepare(self, key: bytes, text: bytes) -> None:
         """Load the kernel of a text for every device that may run it."""
         for device in self._devices():
-            # A device of another architecture; a program that runs there fails with its first launch.
+            # Such as a device of another architecture.  If a program runs there, its first launch tries again.
             with suppress(driver.DriverError):
                 self._first(key, text, device)
 
@@ -266,8 +266,8 @@ def _buffers(frame: Any) -> list[int]:
     return operands + (_WORD * frame[_RESULTS_COUNT]).from_address(frame[_RESULTS])[:]
 
 
-def _answers_metadata(extension: int) -> bool:
-    """True where XLA asks for the version and the traits of the handler, which are written there.
+def _wrote_metadata(extension: int) -> bool:
+    """Write the version and the traits of the handler, and return True, if XLA asks for them.
 
     XLA asks when it registers the handler, with an extension of type 1, whose last field is the address of the answer.
     """
@@ -306,11 +306,13 @@ def load(launch: Launch, device: int) -> Start:
         for place, address in zip(places, addresses, strict=True):
             fields[place] = address
         call.config.stream = stream
-        if enqueue(addresses, stream, call):
+        status = enqueue(addresses, stream, call)
+        if status:
             # A thread may have no context, or that of the device of the program before.
             driver.make_current(device)
-            driver.check(enqueue(addresses, stream, call), f"launching {launch.name} in a program of XLA")
+            status = enqueue(addresses, stream, call)
         give_back(call)
+        driver.check(status, f"launching {launch.name} in a program of XLA")
 
     return start
 

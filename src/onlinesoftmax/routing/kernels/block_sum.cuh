@@ -2,7 +2,8 @@
 
 constexpr int WARPS = THREADS / 32;
 
-// The sum, for each of the threads; the warps are added in their order.
+// Returns the sum over the threads of the block to each of them; the warps are added in their order.  All threads call it.
+// `of_warps` is in shared memory, and a barrier must come before its next use.
 template <class T> __device__ inline T add_block(T a, T* of_warps) {
     a = add_lanes(a);
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = a;

@@ -1,22 +1,25 @@
 // The sums of the blocks of a sequence: counts and probabilities of the experts, and with LOSSES both losses.
 //
 // The blocks add whole numbers to words of memory: counts, and probabilities in units of a power of two.  So their order
-// does not matter.
+// does not matter.  Of lse^2, each block writes its float32 sum to a word of its own, and the words are added in a fixed
+// order.
 
-// A word of a count, or of a sum in units of a power of two.  Without a ticket, blocks are counted from bit 54 on; NaN
-// from bit 44 on.
-constexpr uint64 BLOCK = uint64(1) << 54, NAN = uint64(1) << 44;
+// Bits of a word: 0 to 43 the count or the sum, for which the host chooses the unit (numbers_of in source.py); 44 to 53 the
+// number of blocks with a NaN; 54 to 63, without a ticket, the number of blocks that have added.  There are at most 1,023
+// blocks.
+constexpr uint64 BLOCK = uint64(1) << 54, NAN_BLOCK = uint64(1) << 44;
 __device__ inline float sum_of_word(const Route& p, uint64 all) {
     const float unit = __uint_as_float(unsigned(p.unit_bits));
-    return all % BLOCK >= NAN ? NOT_A_NUMBER : float(double(all % NAN) / double(unit));
+    return all % BLOCK >= NAN_BLOCK ? NOT_A_NUMBER : float(double(all % NAN_BLOCK) / double(unit));
 }
 
-// With a ticket, the block that takes the last one writes all results; else each word is written by the block that is the
-// last one to add to it.
+// Where several blocks share a sequence: with a ticket, the last block to take one writes all results; without, the last
+// block to add to a word writes its result.  Words are 0 again afterwards, for the next launch.
 constexpr bool TICKET = TEAM > 32 || LOSSES;
 
-// Writes the results of a sequence.  word_of(item) is the sum of an item, read once, and squares() is the thread's part of
-// the sum of lse^2.  `counts` are in shared memory.  losses.py has the formulas.
+// Writes the results of a sequence, and with LOSSES its losses, whose formulas losses.py has.  word_of(item) is the word of
+// an item, which may be asked for once, and squares() the thread's part of the sum of lse^2.  With LOSSES, `counts`, in
+// shared memory, become those of all blocks.
 template <class Words, class Squares> __device__ inline void write_results(
     const Route& p, int64 sequence, int* counts, const Words& word_of, const Squares& squares
 ) {
@@ -69,14 +72,14 @@ __device__ inline void write_sums(
         float sum = 0;
 #pragma unroll 4
         for (int i = 0; i < ROWS; ++i) sum += partial[i * experts + item - COUNTS * experts];
-        return sum - sum == 0 ? __float2ull_rn(sum * unit) : NAN;   // for an infinite sum too
+        return sum - sum == 0 ? __float2ull_rn(sum * unit) : NAN_BLOCK;   // for an infinite sum too
     };
     const int items = (COUNTS + PROB_SUMS) * experts, parts = int(p.parts);
     uint64* const words = p.words + sequence * p.sequence_words;
     uint64* const ticket = words + items;
     if (threadIdx.x % TEAM) square = 0;
     if (TICKET && parts > 1) {
-        // Most of many experts have no token in a block.
+        // Of many experts, most have no token in a block: their words need no addition.
 #pragma unroll 1
         for (int item = threadIdx.x; item < items; item += THREADS) {
             const uint64 own = own_word(item);
@@ -130,7 +133,7 @@ __device__ inline void write_sums(
         [&] {
             if (parts == 1) return square;
             float sum = 0;
-            // Other warps than the first ones, which have experts.
+            // From the last thread on: the first ones have the experts.
 #pragma unroll 1
             for (int i = THREADS - 1 - int(threadIdx.x); i < parts; i += THREADS)
                 sum += __uint_as_float(unsigned(take(ticket + 1 + i)));

@@ -1,7 +1,8 @@
 // The bitonic sort of a list of keys in shared memory.
 
-// Sorts a list from its largest key on, behind which there is room for a number of keys that is a power of two.  `lane` is
-// the number of a thread among LANES that share the list, and sync() is their barrier.
+// Sorts `count` keys, the largest first.  The list has room for `room` keys, a power of two, and ends with zeros, which no
+// key is below.  `lane` is the number of a thread among the LANES that share the list, and sync() is their barrier, which
+// comes last.
 template <int LANES, class Sync>
 __device__ inline void sort_list(uint64* list, int count, int room, int lane, const Sync& sync) {
 #pragma unroll 1
