@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 import fast_xla
+import kept
 
 # Imports and the collection of tests make many objects that all stay; pytest_collection_finish enables it again.
 gc.disable()
@@ -77,6 +78,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # The process that hands out tests to those of pytest-xdist runs none, and they begin after it: it imports no torch.
     if config.getoption("dist", "no") == "no" and not _has_gpu():
         _interpret_kernels()
+        if os.environ.get("PYTEST_XDIST_WORKER", "gw0") == "gw0":
+            kept.remove_old(config)
+        if folder := kept.folder(config, "xla"):
+            # A program is compiled again where it or JAX changed.
+            os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def _interpret_kernels() -> None:

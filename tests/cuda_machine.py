@@ -375,10 +375,10 @@ def load_kernel(text: str, folder: Path, process: int = 0) -> Any:
 
 
 def _copy(library: Path, process: int) -> Path:
-    copy = library.with_suffix(f".{process}.so")
+    copy, part = library.with_suffix(f".{process}.so"), library.with_suffix(".copy")
     with FileLock(library.with_suffix(".lock")):
         if not copy.exists():
-            shutil.copyfile(library, copy)
+            shutil.copyfile(library, part).rename(copy)
     return copy
 
 
@@ -389,11 +389,12 @@ def _command(*options: str) -> list[str]:
 
 def compiled(command: Sequence[str], text: str, folder: Path) -> Path:
     """The library that a command makes of a program; it is in the folder afterwards, and may have been there before."""
-    key = hashlib.sha256("\n".join([*command, text]).encode()).hexdigest()[:16]
-    library = folder / f"{key}.so"
-    # The processes of pytest-xdist share the folder.
+    age = Path(command[0]).stat().st_mtime
+    key = hashlib.sha256("\n".join([*command, f"{age}", text]).encode()).hexdigest()[:16]
+    library, part = folder / f"{key}.so", folder / f"{key}.part"
     with FileLock(library.with_suffix(".lock")):
         if not library.exists():
-            done = subprocess.run([*command, "-o", str(library)], input=text, text=True, capture_output=True)
+            done = subprocess.run([*command, "-o", str(part)], input=text, text=True, capture_output=True)
             assert not done.returncode, done.stderr[:4000]
+            part.rename(library)
     return library

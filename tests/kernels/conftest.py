@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import kept
 from cuda_machine import COMPILER
 from onlinesoftmax.core import cache as disk_cache
 from onlinesoftmax.kernels.cuda import compile
@@ -38,10 +41,32 @@ def check_in_compiler() -> Callable[[str], None]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log_of(pytestconfig: pytest.Config) -> Callable[[str, str], str]:
+    """A function of a source and an architecture: NVRTC's log with registers and spills, kept for later runs."""
+    found = kept.folder(pytestconfig, "nvrtc")
+    options = hashlib.sha256(inspect.getsource(compile.build).encode()).hexdigest()[:8]
+
+    def log_of(source: str, arch: str) -> str:
+        file = found and found / f"{compile.key(source, arch)}-{options}.log"
+        if file and file.exists():
+            return file.read_text()
+        _, log, _ = compile.build(source, arch)
+        if file:
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(log)
+            part.replace(file)
+        return log
+
+    return log_of
+
+
+@pytest.fixture(scope="session")
+def folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for kernels that g++ compiles for the host, which all processes of pytest-xdist share."""
     if COMPILER is None:
         pytest.skip("g++ is not installed")
+    if found := kept.folder(pytestconfig, "kernels"):
+        return found
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
     folder.mkdir(exist_ok=True)

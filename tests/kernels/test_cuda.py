@@ -126,10 +126,10 @@ def _name(value: object) -> str:
 
 @pytest.mark.parametrize(("gpu", "strategy", "operation", "dtype"), _cells(), ids=_name)
 def test_every_kernel_compiles_and_what_is_on_chip_stays_there(
-    ask: Ask, gpu: str, strategy: str, operation: str, dtype: torch.dtype
+    ask: Ask, gpu: str, strategy: str, operation: str, dtype: torch.dtype, log_of: Any
 ) -> None:
     request = ask(gpu, strategy, operation, no_memory(ROWS[strategy], COLS[strategy], dtype=dtype))
-    _, log, _ = compile.build(source.source(request), GPUS[gpu])
+    log = log_of(source.source(request), GPUS[gpu])
     used = compile.usage(log)
     if constants(request).get("STREAMED") != "true":
         assert not used["spills"], (request.plan, used)
@@ -152,10 +152,12 @@ def _pipelines() -> list[Any]:
 
 
 @pytest.mark.parametrize(("gpu", "operation", "dtype"), _pipelines(), ids=_name)
-def test_a_pipelined_kernel_keeps_its_rows_on_chip(ask: Ask, gpu: str, operation: str, dtype: torch.dtype) -> None:
+def test_a_pipelined_kernel_keeps_its_rows_on_chip(
+    ask: Ask, gpu: str, operation: str, dtype: torch.dtype, log_of: Any
+) -> None:
     request = ask(gpu, "grid", operation, no_memory(64, (1 << 21) // dtype.itemsize - 1, dtype=dtype))
     assert request.plan.stages
-    _, log, _ = compile.build(source.source(request), GPUS[gpu])
+    log = log_of(source.source(request), GPUS[gpu])
     used = compile.usage(log)
     assert not used["spills"], (request.plan, used)
     # Every multiprocessor holds one block of the cooperative launch.
@@ -167,10 +169,12 @@ def test_a_pipelined_kernel_keeps_its_rows_on_chip(ask: Ask, gpu: str, operation
 
 
 @pytest.mark.parametrize(("operation", "dtype"), [("softmax", torch.bfloat16), ("softmax_backward", torch.float32)])
-def test_the_ring_of_a_streaming_kernel_begins_on_a_cache_line(ask: Ask, operation: str, dtype: torch.dtype) -> None:
+def test_the_ring_of_a_streaming_kernel_begins_on_a_cache_line(
+    ask: Ask, operation: str, dtype: torch.dtype, log_of: Any
+) -> None:
     request = ask("h200", "grid", operation, no_memory(1, 1 << 28, dtype=dtype))
     assert request.plan.kernel == STREAM
-    _, log, _ = compile.build(source.source(request), "sm_90")
+    log = log_of(source.source(request), "sm_90")
     assert compile.usage(log)["shared_memory"] % CACHE_LINE == 0
 
 
@@ -331,7 +335,7 @@ SEVERAL_CELLS = [
 
 @pytest.mark.parametrize(("strategy", "operation", "outputs"), SEVERAL_CELLS, ids=str)
 def test_several_outputs_compile_without_spills(
-    ask: Ask, strategy: str, operation: str, outputs: tuple[str, ...]
+    ask: Ask, strategy: str, operation: str, outputs: tuple[str, ...], log_of: Any
 ) -> None:
     dtype = DTYPES[(len(outputs) + list(PROPOSALS).index(strategy)) % 4]
     request = ask("h200", strategy, operation, no_memory(ROWS[strategy], COLS[strategy], dtype=dtype), outputs)
@@ -339,7 +343,7 @@ def test_several_outputs_compile_without_spills(
     assert found["WRITES_ROWS"] == str(any(found[f"ROW_{name.upper()}"] == "true" for name in outputs)).lower()
     assert found["WRITES_ELEMENTS"] == str("y" in outputs and operation != "logsumexp").lower()
     assert found["SUMS"] == 1 + ("entropy" in outputs)
-    _, log, _ = compile.build(source.source(request), "sm_90")
+    log = log_of(source.source(request), "sm_90")
     # A grid block has all registers of 128 for elements; a second sum of float64 pushes a few constants to memory.
     most = 64 if strategy == "grid" and "entropy" in outputs else 0
     if found.get("STREAMED") != "true":

@@ -163,20 +163,20 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("operation", "dtype", "cols"), COMPILED)
-def test_every_proposal_compiles_without_spills(operation: str, dtype: str, cols: int) -> None:
+def test_every_proposal_compiles_without_spills(operation: str, dtype: str, cols: int, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     shape = (1 << 20, cols)
     tensors = {name: contiguous_view(shape, dtype) for name in OPERATIONS[operation].element_operands}
     task = task_of(OPERATIONS[operation], ("y",), shape, 1, tensors, Flags(wide=ITEMSIZE[dtype] > 2))
     problem = Problem.of(task)
     for proposal in packed(problem, H200):
-        _, log, _ = compile.build(source.source(Request(task, priced(proposal, problem, H200))), "sm_90")
+        log = log_of(source.source(Request(task, priced(proposal, problem, H200))), "sm_90")
         used = compile.usage(log)
         assert not used["spills"], (proposal.variant, used)
         assert used["shared_memory"] <= 48 << 10
 
 
-def test_a_bias_and_a_mask_fit_beside_wide_results() -> None:
+def test_a_bias_and_a_mask_fit_beside_wide_results(log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     shape = (1 << 20, MOST_COLS_BESIDE - 1)
     beside = {"bias": View((0, 1), "float32"), "mask": View((shape[1], 1), "bool")}
@@ -184,7 +184,7 @@ def test_a_bias_and_a_mask_fit_beside_wide_results() -> None:
     task = task_of(OPERATIONS["softmax"], ("y",), shape, 1, tensors, Flags(wide=True), "float32")
     problem = Problem.of(task)
     [proposal] = packed(problem, H200)
-    _, log, _ = compile.build(source.source(Request(task, priced(proposal, problem, H200))), "sm_90")
+    log = log_of(source.source(Request(task, priced(proposal, problem, H200))), "sm_90")
     used = compile.usage(log)
     assert not used["spills"]
     assert used["shared_memory"] <= 48 << 10

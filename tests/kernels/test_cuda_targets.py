@@ -190,7 +190,7 @@ def test_the_largest_column(strategy: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "options"), [("stream", ("softcap",)), ("grid", ())])
-def test_the_largest_states_fit_beside_the_tiles(kernel: str, options: tuple[str, ...]) -> None:
+def test_the_largest_states_fit_beside_the_tiles(kernel: str, options: tuple[str, ...], log_of: Any) -> None:
     """Shared memory holds the tiles of a plan, and states with every accumulator."""
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     ask = Ask(LOSS, ("loss", "y", "lse", "entropy", "largest"), ("dy", "smoothing"), options)
@@ -200,7 +200,7 @@ def test_the_largest_states_fit_beside_the_tiles(kernel: str, options: tuple[str
     # The plan with the most and smallest parts in shared memory has the most barriers.
     plan = max((one for one in plans if source.kernel_file(one) == kernel), key=lambda one: (one.warps, one.stages))
     request = Request(task, plan)
-    _, log, _ = compile.build(source.source(request), "sm_90")
+    log = log_of(source.source(request), "sm_90")
     assert compile.usage(log)["shared_memory"] + source.shared_memory(request) <= device.shared_memory // plan.resident
 
 
@@ -255,10 +255,12 @@ def _compiled() -> list[Any]:
 
 
 @pytest.mark.parametrize(("gpu", "strategy", "ask", "dtype", "target", "shape"), _compiled(), ids=str)
-def test_kernels_compile(gpu: str, strategy: str, ask: Ask, dtype: str, target: str, shape: tuple[int, int]) -> None:
+def test_kernels_compile(
+    gpu: str, strategy: str, ask: Ask, dtype: str, target: str, shape: tuple[int, int], log_of: Any
+) -> None:
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     request = planned(gpu, strategy, ask, dtype, target, shape)
-    _, log, _ = compile.build(source.source(request), GPUS[gpu])
+    log = log_of(source.source(request), GPUS[gpu])
     # The score options take registers that a plan may not have left.
     used = compile.usage(log)
     assert ask.options or not used["spills"] or may_spill(GPUS[gpu]), request.plan

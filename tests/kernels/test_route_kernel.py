@@ -139,14 +139,14 @@ def test_gradients(score: str, renormalize: bool, given: str, folder: Path) -> N
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_the_kernels_compile_without_spills(arch: str) -> None:
+def test_the_kernels_compile_without_spills(arch: str, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     call = a_call(logits(1, 256), 8)
     shape = source.shape_of(call.rule, "float32", 4, source.flags_of(call), 65536, 1, KNOWN["h100"])
     assert shape is not None
     backward = gradient.shape_of(call.rule, "float32", 4, frozenset(gradient.FLAGS))
     for text in (source.source(shape), gradient.source(backward)):
-        _, log, _ = compile.build(text, arch)
+        log = log_of(text, arch)
         assert not compile.usage(log)["spills"]
 
 

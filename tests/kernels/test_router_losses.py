@@ -132,10 +132,10 @@ def test_a_loss_of_counts_that_a_collective_changed(folder: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_the_kernels_compile_without_spills(arch: str) -> None:
+def test_the_kernels_compile_without_spills(arch: str, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     for shape in (kernels.Shape(False), kernels.Shape(True, 512, 1 if arch < "sm_90" else 8)):
-        _, log, _ = compile.build(kernels.source(shape), arch)
+        log = log_of(kernels.source(shape), arch)
         assert not compile.usage(log)["spills"]
 
 

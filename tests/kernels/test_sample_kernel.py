@@ -116,15 +116,15 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 8)])
-def test_the_kernel_compiles(arch: str, cluster: int) -> None:
+def test_the_kernel_compiles(arch: str, cluster: int, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    _, log, _ = compile.build(source.source(source.Shape("float32", cluster, 512, 1, True, 4)), arch)
+    log = log_of(source.source(source.Shape("float32", cluster, 512, 1, True, 4)), arch)
     assert not compile.usage(log)["spills"]
 
 
-def test_the_loop_of_many_rows_keeps_its_numbers_in_registers() -> None:
+def test_the_loop_of_many_rows_keeps_its_numbers_in_registers(log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    _, log, _ = compile.build(source.source(source.Shape("float32", 1, 512, 2, True, 0)), "sm_90")
+    log = log_of(source.source(source.Shape("float32", 1, 512, 2, True, 0)), "sm_90")
     loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
     assert loops == ["0"] * 3
 

@@ -102,10 +102,10 @@ def test_scores_at_the_limits_of_rounding(row: list[float], folder: Path) -> Non
 
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 8)])
-def test_the_kernel_compiles_without_spills(arch: str, cluster: int, aligned: bool) -> None:
+def test_the_kernel_compiles_without_spills(arch: str, cluster: int, aligned: bool, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     shape = unfiltered.Shape("bfloat16", cluster, unfiltered.MOST_THREADS, aligned, False)
-    _, log, _ = compile.build(unfiltered.source(shape), arch)
+    log = log_of(unfiltered.source(shape), arch)
     assert compile.usage(log)["spills"] == 0
 
 
