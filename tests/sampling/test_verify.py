@@ -105,7 +105,10 @@ def test_a_row_without_a_distribution_is_not_valid_and_changes_no_other() -> Non
     [
         ((3,), (2,), None, "target_logits must have shape"),
         ((2, 0, 5), (2, 0), None, "target_logits must have shape"),
-        ((2, 3, 5), (2, 3), None, r"draft_tokens has shape \(2, 3\), and must have \(2, 2\)"),
+        ((2, 3, 5), (2, 3), None, r"target_logits must have n \+ 1 = 4 positions for 3 drafts, got 3: "),
+        ((2, 3, 5), (2, 3), (2, 3, 5), r"target_logits must have n \+ 1 = 4 positions for 3 drafts, got 3: "),
+        ((2, 3, 5), (2, 3), (2, 2, 5), r"draft_tokens has shape \(2, 3\), and must have \(2, 2\)"),
+        ((2, 3, 5), (1, 3), None, r"draft_tokens has shape \(1, 3\), and must have \(2, 2\)"),
         ((2, 3, 5), (2, 2), (2, 3, 5), "draft_logits has shape"),
     ],
 )

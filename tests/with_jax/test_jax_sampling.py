@@ -213,8 +213,10 @@ def test_the_words_of_a_key_without_a_type_are_no_seeds(rows: int) -> None:
 
 
 def test_wrong_shapes_are_named() -> None:
-    with pytest.raises(ValueError, match="draft_tokens has shape"):
+    with pytest.raises(ValueError, match=r"target_logits must have n \+ 1 = 4 positions for 3 drafts, got 3: "):
         osj.verify(1, jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), int))
+    with pytest.raises(ValueError, match="draft_tokens has shape"):
+        osj.verify(1, jnp.zeros((2, 3, 5)), jnp.zeros((2, 3), int), jnp.zeros((2, 2, 5)))
     with pytest.raises(ValueError, match="draft_logits has shape"):
         osj.verify(1, jnp.zeros((2, 3, 5)), jnp.zeros((2, 2), int), jnp.zeros((2, 3, 5)))
     with pytest.raises(ValueError, match="target has shape"):

@@ -177,6 +177,22 @@ def checked_target(logits: Logits, target: Any) -> Array | None:
     return target
 
 
+def check_positions(caller: str, target: Array, tokens: Any, draft: Any) -> None:
+    """Raise an error for logits of the target model with a wrong number of positions, if only that number is wrong.
+
+    Args:
+        caller: Name of the public function as errors have it.
+        target, tokens, draft: The arguments target_logits, draft_tokens and draft_logits of `verify`.
+    """
+    (*rows, positions), shape = target.shape[:-1], tuple(getattr(tokens, "shape", ()))
+    others_agree = draft is None or tuple(getattr(draft, "shape", ()))[:-1] == shape
+    if shape and shape[:-1] == tuple(rows) and others_agree and positions != shape[-1] + 1:
+        raise ValueError(
+            f"{caller}: target_logits must have n + 1 = {shape[-1] + 1} positions for {shape[-1]} drafts, "
+            f"got {positions}: one at each draft, and one after the last"
+        )
+
+
 def checked_drafts(target: Any, tokens: Any, draft: Logits | None) -> Any:
     """The logits of the target model with the shape of the rows of drafts as `rows`, after the checks of the drafts.
 
@@ -191,6 +207,7 @@ def checked_drafts(target: Any, tokens: Any, draft: Logits | None) -> Any:
     *rows, places = target.rows
     library.check_array(caller, "draft_tokens", tokens, target.x)
     wanted = (*rows, places - 1)
+    check_positions(caller, target.x, tokens, None if draft is None else draft.x)
     if tokens.shape == wanted:
         check_index(library, caller, "draft_tokens", target.x, tokens, wanted)
     else:

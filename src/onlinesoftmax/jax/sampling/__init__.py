@@ -11,7 +11,7 @@ from typing import Any, Literal
 from jax.typing import ArrayLike
 
 from ...sampling.results import Sampled, TopLogprobs, Verified
-from ...sampling.rules import LARGEST_INT64, checked_choice, checked_parameters
+from ...sampling.rules import LARGEST_INT64, check_positions, checked_choice, checked_parameters
 from ..prepare import options_of
 from . import run
 from .arguments import check_order, checked_count, checked_of_rows, checked_rows, checked_seed, checked_tokens
@@ -155,6 +155,7 @@ def verify(
     if target.x.ndim < 2 or not target.x.shape[-2]:
         raise ValueError(f"{name}: target_logits must have shape (..., n + 1, tokens), got {target.x.shape}")
     (*shape, places), tokens = target.x.shape[:-1], target.cols
+    check_positions(name, target.x, draft_tokens, draft_logits)
     drafts = checked_tokens(name, "draft_tokens", draft_tokens, (*shape, places - 1))
     draft, wanted = None, (*shape, places - 1, tokens)
     if draft_logits is not None:
