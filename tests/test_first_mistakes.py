@@ -248,6 +248,37 @@ OTHER_MISTAKES: list[tuple[Callable[[], Any], str]] = [
 ]  # fmt: skip
 
 
+OF_GROUPS: dict[str, Callable[[Any], Any]] = {
+    "load_balancing_loss": lambda group: osm.load_balancing_loss(osm.route(X, 2, prob_sums=True), group=group),
+    "router_z_loss": lambda group: osm.router_z_loss(osm.route(X, 2), group=group),
+    "balance": lambda group: ROUTER.balance(torch.ones(4), group=group),
+    "all_reduce": lambda group: osm.State.of(X, -1).all_reduce(group),
+    "Shards.of": lambda group: osm.distributed.Shards.of(X, -1, group),
+    "softmax": lambda group: osm.distributed.softmax(X, group=group),
+    "log_softmax": lambda group: osm.distributed.log_softmax(X, group=group),
+    "logsumexp": lambda group: osm.distributed.logsumexp(X, group=group),
+    "sample": lambda group: osm.distributed.sample(X, group=group),
+    "topk_logprobs": lambda group: osm.distributed.topk_logprobs(X, 2, group=group),
+    "cross_entropy": lambda group: osm.distributed.cross_entropy(X, TARGET, group=group),
+    "token_logprobs": lambda group: osm.distributed.token_logprobs(X, TARGET, group=group),
+    "linear": lambda group: osm.distributed.linear_cross_entropy(HIDDEN, HEAD, TARGET, group=group),
+}
+
+
+@pytest.mark.parametrize("name", OF_GROUPS)
+def test_a_group_that_is_none_is_named(name: str) -> None:
+    message = r"^group must be a process group of torch\.distributed or None, not str$"
+    with pytest.raises(TypeError, match=message):
+        OF_GROUPS[name]("world")
+    with osm.distributed.one_process(), pytest.raises(TypeError, match=message):
+        OF_GROUPS[name]("world")
+
+
+def test_a_group_of_numpy_arrays_is_named() -> None:
+    with pytest.raises(TypeError, match="group: the counts are a NumPy array"):
+        osm.router_z_loss(osm.route(X.numpy(), 2), group="world")
+
+
 @pytest.mark.parametrize(("call", "message"), OTHER_MISTAKES)
 def test_the_error_names_the_argument_and_the_next_step(call: Callable[[], Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):

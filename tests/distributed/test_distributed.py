@@ -224,7 +224,7 @@ def test_groups_and_tensors_that_are_none() -> None:
     with osm.distributed.one_process() as group:
         x, mesh = torch.zeros(4, 1), torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         for other, words in ((0, "not int$"), ("world", "not str$"), (mesh, r"not DeviceMesh; pass its get_group\(\)")):
-            with pytest.raises(TypeError, match=f"group must be a process group or None, {words}"):
+            with pytest.raises(TypeError, match=f"group must be a process group of torch.distributed or None, {words}"):
                 osm.distributed.softmax(x, group=other)
         cut = torch.distributed.tensor.distribute_tensor(x, mesh, (torch.distributed.tensor.Shard(1),))
         for name in ("softmax", "log_softmax", "logsumexp"):

@@ -31,17 +31,23 @@ def group_or_default(group: Group | None) -> Group:
     import torch
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("no process group: call torch.distributed.init_process_group, or start with torchrun")
-    if group is None:
-        return dist.group.WORLD
+    available = dist.is_available()
     # torch.compile knows the class of a group that it traces by another name.
-    if not torch.compiler.is_compiling() and not isinstance(group, dist.ProcessGroup):
-        if group is dist.GroupMember.NON_GROUP_MEMBER:
-            raise RuntimeError("this process is not part of the group, so it must not make the call")
+    if group is not None and not torch.compiler.is_compiling() and not (available and _is_group(group, dist)):
         instead = "; pass its get_group()" if hasattr(group, "get_group") else ""
-        raise TypeError(f"group must be a process group or None, not {type(group).__name__}{instead}")
-    return group
+        raise TypeError(
+            f"group must be a process group of torch.distributed or None, not {type(group).__name__}{instead}"
+        )
+    if not available or not dist.is_initialized():
+        raise RuntimeError("no process group: call torch.distributed.init_process_group, or start with torchrun")
+    return dist.group.WORLD if group is None else group
+
+
+def _is_group(group: Any, dist: Any) -> bool:
+    """True for a process group; an error for the group of other processes, which PyTorch gives as a number."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise RuntimeError("this process is not part of the group, so it must not make the call")
+    return isinstance(group, dist.ProcessGroup)
 
 
 def gathered(t: Any, *groups: Group) -> Any:

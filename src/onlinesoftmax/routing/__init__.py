@@ -18,6 +18,7 @@ import numpy as np
 
 from ..core.annotations import A
 from ..core.arrays import check_no_jax, is_dtensor
+from ..core.processes import group_or_default
 from ..kernels.registry import needing
 from . import losses
 from .presets import PRESETS
@@ -249,8 +250,11 @@ def total(counts: Any, group: Any, together: bool = False) -> tuple[Any, int]:
     """
     if group is None:
         return counts, 1
+    if isinstance(counts, np.ndarray):
+        raise TypeError("group: the counts are a NumPy array, and processes add up torch tensors: leave group out")
     import torch.distributed as dist
 
+    group = group_or_default(group)
     # The counts of one sequence are int32, and sums over several are int64: processes may have either.
     found = counts.long().clone()
     if together and found.ndim > 1:
