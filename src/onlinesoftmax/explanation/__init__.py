@@ -109,19 +109,39 @@ def explain(
         dtype: Dtype, or its name, for a shape ("float32" by default); that of the tensor otherwise.
         outputs: Names of the outputs that the kernel writes, where it is not the result alone: ("loss", "y") for the
             losses with their gradient, ("mean_loss", "y") for their mean with its gradient.
-        scale, causal, softcap, fully_masked, batch_invariant: As in the function; an error where it does not have them.
-        mask: As in the function, or a shape that broadcasts to that of x.
-        bias: As in the function, or a shape that broadcasts to that of x; the bias then has the dtype of x.
+        scale: Factor of the logits of the call, a number or a tensor.
+        mask: Boolean mask of the call, True for elements that count; or a shape that broadcasts to that of x.
+        bias: Tensor that the call adds to the logits, or a shape that broadcasts to that of x and stands for a bias of
+            its dtype.  Of `route`: one number for each expert, or the shape (E,).
+        causal: True for a call that masks the future positions of attention scores.
+        softcap: Soft bound on the magnitude of the logits of the call; None without one.
+        fully_masked: "nan" or "zero", the result of the call for a row without an element that counts.
+        batch_invariant: True for a call whose rows have the same bits in every batch.
         device: Name of a known device ("h200", "a100", …); by default that of the tensor, or this
             machine's GPU, or its CPU.
-        backend, strategy: Force a plan, as in `softmax`.
+        backend: Backend that the planner has to choose: "cuda", "triton" or "eager"; for JAX "pallas", "cuda" or
+            "eager".
+        strategy: Strategy that the planner has to choose, such as "row" or "cluster".
         framework: "torch" or "jax", if x is a shape: the framework of the call; "torch" by default.
         linear_weight: Of a head: its weight, or the shape (classes, hidden).
-        linear_bias, reduction, memory, acc_dtype: Of a head: as in the function; a bias may be a shape.
+        linear_bias: Of a head: its bias, or the shape (classes,).
+        reduction: Of a head: "mean", "sum" or "none"; None for "mean", or for a function without this argument.
+        memory: Of a head: most bytes of logits and sums that exist at a time; None for the default of the function.
+        acc_dtype: Of a head: dtype in which chunks of tokens add up the gradient of the weight; None for float32.
         gradients: Of a head: names of the tensors whose gradients are wanted, "input", "linear_weight" and
             "linear_bias".  By default those that require one, and all that are shapes.
-        top_k, top_p, min_p, top_logprobs: Of `sample`: as in the function.
-        k, score, order, groups, group_k, group_score, renormalize, prob_sums: Of `route`: as in the function.
+        top_k: Of `sample`: number of tokens to keep, or one for each row; None without this filter.
+        top_p: Of `sample`: part of the probability to keep, or one for each row; None without this filter.
+        min_p: Of `sample`: smallest probability to keep, as a part of the largest; None without this filter.
+        top_logprobs: Of `sample`: number of the largest log-probabilities that the call returns.
+        k: Of `route`: number of experts of a token; required there.
+        score: Of `route`: "softmax", "sigmoid", "sqrtsoftplus" or "identity".
+        order: Of `route`: "score_first", or "topk_first" for a choice by logits.
+        groups: Of `route`: number of groups of experts; None without groups.
+        group_k: Of `route`: number of groups that a token chooses from.
+        group_score: Of `route`: "top2_sum", "max", or the number of scores of a group that are added up.
+        renormalize: Of `route`: True where the weights of a token are divided by their sum.
+        prob_sums: Of `route`: True where the call returns the summed probability of each expert.
         whole_rows: Of a head: True for a call with label smoothing, class weights, class probabilities or statistics.
 
     Returns:

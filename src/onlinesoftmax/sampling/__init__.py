@@ -204,8 +204,19 @@ def verify(
         draft_tokens: Drafted tokens, integers (..., n); -1, or another number that is no token, where a row has fewer.
         draft_logits: Logits that they were sampled from, (..., n, tokens); None for drafts without a distribution, as
             from greedy decoding or from a look-up in the text: their q is 1.
-        temperature, top_k, top_p, min_p, ties: As for `sample`; a tensor has one number for each row of drafts.
-        seed, offset, generator: As for `sample`; the position in the row is added to the offset.
+        temperature: Divisor of the scores of both models, a number or a tensor with one for each row of drafts.  A row
+            with 0 is greedy.
+        top_k: Number of tokens to keep, a number or one for each row of drafts; None, 0, -1 or too many for all.
+        top_p: Part of the probability to keep, a number or one for each row of drafts; None, or 1 and more, for all.
+        min_p: Smallest probability to keep, as a part of the largest, a number or one for each row of drafts; None or 0
+            for all.
+        seed: Integer from 0 to 2^63 - 1, or one for each row of drafts.  None draws one for each row from `generator`.
+        offset: Position of the first draft of a row in the random stream of its seed, a number or one for each row of
+            drafts; each later draft has the next position.
+        generator: Generator of PyTorch, on the device of the logits, or a numpy.random.Generator for NumPy arrays; by
+            default that of the device, or a new one.
+        ties: "keep" keeps all tokens with the score of the last one that top_k or top_p keeps; "first" keeps those with
+            the lowest ids.
 
     Returns:
         The named tuple `Verified` (accepted, tokens, logprobs, valid).

@@ -126,12 +126,21 @@ def verify(
     """Decide which drafted tokens stay in speculative decoding: `onlinesoftmax.verify` for JAX.
 
     Args:
-        seed: As for `sample`; an array has one number for each row of drafts.
+        seed: Integer from 0 to 2^63 - 1, or an array with one for each row of drafts; or a key of JAX, or one for each
+            row.
         target_logits: Logits of the target model, (..., n + 1, tokens): at each drafted token, and after the last.
         draft_tokens: Drafted tokens, integers (..., n); -1, or another number that is no token, where a row has fewer.
         draft_logits: Logits that they were sampled from, (..., n, tokens); None for drafts without a distribution.
-        temperature, top_k, top_p, min_p, ties: As for `sample`; an array has one number for each row of drafts.
-        offset: As for `sample`; the position in the row is added to it.
+        temperature: Divisor of the scores of both models, a number or an array with one for each row of drafts.  A row
+            with 0 is greedy.
+        top_k: Number of tokens to keep, a number or one for each row of drafts; None, 0, -1 or too many for all.
+        top_p: Part of the probability to keep, a number or one for each row of drafts; None, or 1 and more, for all.
+        min_p: Smallest probability to keep, as a part of the largest, a number or one for each row of drafts; None or 0
+            for all.
+        offset: Position of the first draft of a row in the random stream of its seed, a number or one for each row of
+            drafts; each later draft has the next position.
+        ties: "keep" keeps all tokens with the score of the last one that top_k or top_p keeps; "first" keeps those with
+            the lowest ids.
 
     Returns:
         The named tuple `Verified` (accepted, tokens, logprobs, valid); tokens and numbers are int32.
