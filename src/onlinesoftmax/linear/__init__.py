@@ -1,4 +1,4 @@
-"""The head of a language model and its loss in one: the logits of all tokens never exist at a time.
+"""The head of a language model and its loss in one: of the logits, there is one copy at most, or a part at a time.
 
     linear_cross_entropy     cross_entropy(input · linear_weightᵀ + linear_bias, target)
     linear_token_logprobs    log-probability of each target, entropy and logsumexp of each token, with all gradients
@@ -32,11 +32,15 @@ def linear_cross_entropy(
     dtype: torch.dtype | None = None, return_stats: bool = False, memory: int | None = None,
     acc_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of the logits input · linear_weightᵀ + linear_bias, which never exist all at a time.
+    """Cross-entropy of the logits input · linear_weightᵀ + linear_bias, in one call.
+
+    All logits exist at once if they fit in `memory`; a smaller `memory` lets only a part of them exist at a time
+    (docs/linear.md).
 
     With the reductions "mean" and "sum" the forward pass also computes the gradients: the loss kernel writes the
     gradient of a chunk of logits in their place, and two products take it to the input and the weight.  The gradient of
-    the weight is added up in float32 and rounded once.  With "none", the backward pass makes the logits again.
+    the weight is added up in float32 and rounded once.  With "none", the logits are kept for the backward pass if they
+    fit, and are made again otherwise; with an option that needs whole rows, such as label smoothing, always again.
 
     Input and weight may be DTensors, sharded along tokens and classes (docs/sharded_heads.md).
 
@@ -59,8 +63,8 @@ def linear_cross_entropy(
         dtype: Dtype of the loss: by default that of `input`, and float32 under autocast.
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each token, detached.
-        memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default they
-            take at most 1.1 GB and as much as a float32 gradient of the weight.
+        memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default
+            1.1 GB; for a mean or a sum with the gradient of a 16-bit weight, 4 bytes more for each of its elements.
         acc_dtype: Dtype in which chunks of tokens add up the gradient of the weight: float32 by default (float64 in
             float64).  The dtype of a bfloat16 weight takes no buffer, and rounds the sum after each chunk: 4 chunks had
             1.6 times the error of one rounding.
@@ -92,11 +96,12 @@ def linear_token_logprobs(
     ignore_index: int | None = None, support: tuple[Tensor, Tensor] | None = None, scale: float | Tensor = 1.0,
     softcap: float | None = None, memory: int | None = None,
 ) -> TokenLogprobs:  # fmt: skip
-    """Log-probability of each target, entropy and logsumexp of each token, without all logits at a time.
+    """Log-probability of each target, entropy and logsumexp of each token, from hidden states and the head.
 
     Each is float32 (float64 in float64), and differentiable in input, weight and bias.  Where the logits of all tokens
-    fit in `memory`, they are kept for the backward pass.  Elsewhere they are made in chunks of columns, and made again
-    in the backward pass; each slice of the gradient of the weight is then one product, rounded once.
+    fit in `memory`, by default 1.1 GB, they are kept for the backward pass.  Elsewhere they are made in chunks of
+    columns, and made again in the backward pass; each slice of the gradient of the weight is then one product, rounded
+    once.
 
     Args:
         input, linear_weight, linear_bias, scale, softcap, memory: As for `linear_cross_entropy`.

@@ -1,4 +1,4 @@
-"""The head of a language model and its loss in one, for JAX arrays: all logits never exist at a time.
+"""The head of a language model and its loss in one, for JAX arrays: all logits at once only if they fit.
 
 arguments.py checks, call.py holds a call and its plan, rows.py computes the losses of a chunk of logits; tokens.py and
 columns.py are the loops over the chunks, head.py is the primitive, gradients.py has the derivatives, and run.py the
@@ -28,7 +28,9 @@ def linear_cross_entropy(
     token_weight: ArrayLike | None = None, dtype: Any = None, return_stats: bool = False, memory: int | None = None,
     acc_dtype: Any = None, axis_name: AxisName = None,
 ) -> Any:  # fmt: skip
-    """Cross-entropy of the logits input · linear_weightᵀ + linear_bias, which never exist all at a time.
+    """Cross-entropy of the logits input · linear_weightᵀ + linear_bias, in one call.
+
+    All logits exist at once if they fit in `memory`; a smaller `memory` lets only a part of them exist at a time.
 
     With the reductions "mean" and "sum" the forward pass also computes the gradients that JAX asks for: two products
     take the gradient of a chunk of logits to the input and the weight.  The gradient of the weight is added up in
@@ -58,10 +60,10 @@ def linear_cross_entropy(
         dtype: Dtype of the loss: by default that of `input`.
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each token, without derivatives.
-        memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default they
-            take at most 1.1 GB and as much as a float32 gradient of the weight.  It is checked for whole arrays; a
-            device that holds a part of them plans for its part.  A kernel writes the gradient of a chunk beside its
-            logits, which takes as much again.
+        memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default
+            1.1 GB; for a mean or a sum with the gradient of a 16-bit weight, 4 bytes more for each of its elements.  It
+            is checked for whole arrays; a device that holds a part of them plans for its part.  A kernel writes the
+            gradient of a chunk beside its logits, which takes as much again.
         acc_dtype: Dtype in which chunks of tokens add up the gradient of the weight: float32 by default (float64 in
             float64).  The dtype of a bfloat16 weight takes no buffer, and rounds the sum after each chunk.
         axis_name: Inside `jax.shard_map`, the name of the mesh axis along which the classes are sharded, or a tuple of
@@ -102,11 +104,12 @@ def linear_token_logprobs(
     ignore_index: int | None = None, scale: float | ArrayLike = 1.0, softcap: float | None = None,
     memory: int | None = None, axis_name: AxisName = None,
 ) -> TokenLogprobs:  # fmt: skip
-    """Log-probability of each target, entropy and logsumexp of each token, without all logits at a time.
+    """Log-probability of each target, entropy and logsumexp of each token, from hidden states and the head.
 
     Each is float32 (float64 in float64), and differentiable in input, weight and bias.  Where the logits of all tokens
-    fit in `memory`, they are kept for the backward pass.  Elsewhere they are made in chunks of columns, and made again
-    in the backward pass; each slice of the gradient of the weight is then one product, rounded once.
+    fit in `memory`, by default 1.1 GB, they are kept for the backward pass.  Elsewhere they are made in chunks of
+    columns, and made again in the backward pass; each slice of the gradient of the weight is then one product, rounded
+    once.
 
     Args:
         input, linear_weight, linear_bias, scale, softcap, memory, axis_name: As for `linear_cross_entropy`.
