@@ -36,9 +36,13 @@ def warm(
     """Compile the kernels of calls into the cache folder, so that the first calls of a process compile nothing.
 
     The GPU need not be present: with --device, the kernels are those that calls on contiguous tensors of these shapes
-    take there.  The cache folder is $ONLINESOFTMAX_CACHE (see onlinesoftmax cache); copy it into the image, or set
-    the variable while the image is built and while it runs.  Other layouts, score options, heads and route take other
-    kernels: on a machine with the GPU, run the calls themselves once, which fills the same folder.
+    take there.  Kernels depend on the number of rows too: give a shape for each batch size that is served.  The line
+    launch of `onlinesoftmax explain --op sample` shows which batch sizes share a kernel.  Name the dtype of the calls:
+    by default it is bfloat16, and logits that tokens are sampled from are often float32.
+
+    The cache folder is $ONLINESOFTMAX_CACHE (see onlinesoftmax cache); copy it into the image, or set the variable
+    while the image is built and while it runs.  Other layouts, score options, heads and route take other kernels: on a
+    machine with the GPU, run the calls themselves once, which fills the same folder.
 
     \b
     Examples:
