@@ -157,9 +157,9 @@ def load_balancing_loss(
         kind: "switch" for one loss over the tokens of all sequences; "sequence" for the mean of the losses of the
             sequences, of logits (sequences, tokens, E).
         group: Process group whose processes have other tokens of the batch, or, for "sequence", other tokens of the
-            same sequences; leave it out where they have other sequences, as many each.  Its counts are added up, and
-            each process gets its share: the mean of the losses of the processes is the loss of all tokens, so that the
-            mean of their gradients is its gradient, as DistributedDataParallel takes it.
+            same sequences.  Its counts are added up, and each process gets its share: the mean of the losses of the
+            processes is the loss of all tokens, so that the mean of their gradients is its gradient, as
+            DistributedDataParallel takes it.  For "sequence", leave it out if each process has sequences of its own.
 
     Returns:
         A scalar, differentiable in the logits; 0 without a token.  Of DTensors, a DTensor that every process has.  On a
