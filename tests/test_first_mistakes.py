@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,38 @@ def test_an_error_from_inside_a_function_stays_as_it_is() -> None:
 
     with pytest.raises(TypeError, match=r"^'axis' is an invalid keyword argument for sort\(\)$"):
         osm.linear_token_loss(HIDDEN, HEAD, TARGET, loss)
+
+
+LOSSES_OF_TOKENS: list[tuple[Any, int, str | None]] = [
+    (lambda logprob, entropy, lse: -logprob, 0, None),
+    (lambda logprob, *others: -logprob, 1, None),
+    (partial(lambda factor, logprob, *others: -factor * logprob, 2.0), 1, None),
+    (lambda logprob, entropy, lse: -logprob, 1, r"here with 4 arguments, and takes \(logprob, entropy, lse\)$"),
+    (lambda logprob: -logprob, 0, r"here with 3 arguments, and takes \(logprob\)$"),
+    (
+        lambda logprob, entropy, lse, old: -logprob,
+        0,
+        r"here with 3 arguments, and takes \(logprob, entropy, lse, old\)$",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "per_token", "message"), LOSSES_OF_TOKENS)
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_a_loss_of_tokens_that_takes_other_arguments(library: str, loss: Any, per_token: int, message: str) -> None:
+    if library == "jax":
+        jnp, module = pytest.importorskip("jax.numpy"), osm.jax
+        given = [jnp.asarray(t.numpy()) for t in (HIDDEN, HEAD, TARGET)]
+        beside = [jnp.zeros(3)] * per_token
+    else:
+        module, given, beside = osm, [HIDDEN, HEAD, TARGET], [torch.zeros(3)] * per_token
+    if message is None:
+        assert module.linear_token_loss(*given, loss, *beside).shape == ()
+        return
+    with pytest.raises(TypeError, match=rf"loss is called as loss\(logprob, entropy, lse, \*per_token\), {message}"):
+        module.linear_token_loss(*given, loss, *beside)
+    with pytest.raises(ValueError, match=r"got 'none'; for other means pass weights as a per_token argument and red"):
+        module.linear_token_loss(*given, lambda logprob, *others: -logprob, reduction="none")
 
 
 def test_a_public_function_is_still_one() -> None:

@@ -106,6 +106,31 @@ def _called(signature: inspect.Signature) -> str:
     return ", ".join([*first, *(["*", *by_name] if by_name else [])])
 
 
+OTHER_MEANS = "; for other means pass weights as a per_token argument and reduction='sum'"
+"""End of the error for a reduction of `linear_token_loss` that it does not have."""
+
+
+def check_loss(caller: str, loss: Callable[..., Any], per_token: int) -> None:
+    """Raise a TypeError if the loss of `linear_token_loss` cannot be called with this many tensors in `per_token`.
+
+    >>> check_loss("linear_token_loss()", lambda logprob, entropy, lse: -logprob, 1)
+    Traceback (most recent call last):
+    TypeError: linear_token_loss(): loss is called as loss(logprob, entropy, lse, *per_token), here with 4 arguments, \
+and takes (logprob, entropy, lse)
+    """
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # a function of C without a signature
+        return
+    try:
+        signature.bind(*range(3 + per_token))
+    except TypeError:
+        raise TypeError(
+            f"{caller}: loss is called as loss(logprob, entropy, lse, *per_token), here with {3 + per_token} "
+            f"arguments, and takes {signature}"
+        ) from None
+
+
 def meant(wrong: str, names: Iterable[str]) -> str | None:
     """The name that was meant by a wrong one, of those that there are; None where none is alike.
 

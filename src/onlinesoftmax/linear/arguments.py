@@ -11,6 +11,7 @@ from ..core.arrays import advice, check_no_jax
 from ..core.options import checked_options
 from ..core.plan_log import Kind, note_plan
 from ..core.task import ITEMSIZE
+from ..core.wrong_calls import OTHER_MEANS, check_loss
 from ..torch.arguments import TORCH, check_constant, check_first_derivative, checked_number, is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import accumulator_of
@@ -198,6 +199,16 @@ def checked_acc_dtype(name: str, acc_dtype: Any, dtype: torch.dtype) -> torch.dt
     if acc_dtype not in (dtype, wide):
         raise ValueError(f"{name}(): acc_dtype must be {wide} or the dtype of the weight, {dtype}, got {acc_dtype}")
     return acc_dtype
+
+
+def check_token_loss(name: str, loss: Any, per_token: int, reduction: Any) -> None:
+    """Check the loss of `linear_token_loss`, which is called with so many tensors of `per_token`, and its reduction."""
+    if not callable(loss):
+        raise TypeError(f"{name}(): argument 'loss' must be a function, not {type(loss).__name__}")
+    if not torch.compiler.is_dynamo_compiling():  # which cannot trace the check
+        check_loss(f"{name}()", loss, per_token)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"{name}(): reduction must be 'mean' or 'sum', got {reduction!r}{OTHER_MEANS}")
 
 
 def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:

@@ -33,6 +33,7 @@ from . import rows
 from .arguments import (
     NOT_COMPUTED,
     Head,
+    check_token_loss,
     checked_acc_dtype,
     checked_head,
     checked_memory,
@@ -244,10 +245,7 @@ def token_loss(
     name, (reduction, ignore_index, scale, softcap) = "linear_token_loss", numbers
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
     options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()
-    if not callable(loss):
-        raise TypeError(f"{name}(): argument 'loss' must be a function, not {type(loss).__name__}")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"{name}(): reduction must be 'mean' or 'sum', got {reduction!r}")
+    check_token_loss(name, loss, len(per_token), reduction)
     beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
     ignored = equals(of_target, checked_number(name, "ignore_index", ignore_index, int))
     counts = (~ignored).to(accumulator_of(head.input.dtype, head.input.dtype))

@@ -14,6 +14,7 @@ import numpy as np
 from ...core.arguments import wrong_weight
 from ...core.arrays import Array, accumulator, array_kind
 from ...core.options import ARRAY, ScoreOptions, check_softcap, is_number
+from ...core.wrong_calls import OTHER_MEANS
 from .. import array_types
 from ..exchange import checked_names, devices, signed
 from ..prepare import check_no_list
@@ -166,8 +167,9 @@ def checked_numbers(name: str, smoothing: Any, z_loss: Any) -> tuple[tuple[str, 
 def checked_reduction(name: str, reduction: Any, *kinds: str) -> str:
     """The reduction, one of some names."""
     if not isinstance(reduction, str) or reduction not in kinds:
+        others = "" if "none" in kinds else OTHER_MEANS
         raise ValueError(
-            f"{name}: reduction must be {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}, got {reduction!r}"
+            f"{name}: reduction must be {', '.join(map(repr, kinds[:-1]))} or {kinds[-1]!r}, got {reduction!r}{others}"
         )
     return reduction
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from ...core.arrays import Array, accumulator
 from ...core.call import LossStatistics
+from ...core.wrong_calls import check_loss
 from .. import array_types
 from ..exchange import local_target
 from ..loss_run import TokenLogprobs
@@ -108,6 +109,7 @@ def token_loss(
     head = checked_head(name, arrays, options, False, how[2])
     if not callable(loss):
         raise TypeError(f"{name}: loss must be a function, not {type(loss).__name__}")
+    check_loss(name, loss, len(per_token))
     reduction = checked_reduction(name, reduction, "mean", "sum")
     call = _call(name, head, how)
     counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
