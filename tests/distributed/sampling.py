@@ -176,7 +176,7 @@ def mistakes(first: int, end: int) -> None:
         (ValueError, "rank 0: .*rank 1: ", lambda: sharded.sample(x[: 1 + rank], seed=1)),
         (ValueError, "no process has a token", lambda: sharded.sample(x[:, :0])),
         (ValueError, "top_logprobs must be from 0 to the 37 tokens", lambda: sharded.sample(x, top_logprobs=COLS + 1)),
-        (ValueError, "top_p must be from 0", lambda: sharded.sample(x, top_p=-1.0)),
+        (ValueError, "top_p must be at least 0, got -1", lambda: sharded.sample(x, top_p=-1.0)),
         (ValueError, "does not fit a local tensor", lambda: sharded.sample(x, shards=sharded.Shards(0, COLS + 1, 99))),
         (RuntimeError, "bias of shape", lambda: sharded.sample(x, bias=torch.zeros(COLS + 1, device=device()))),
         (ValueError, "k must be from 0 to the 37 tokens", lambda: sharded.topk_logprobs(x, COLS + 1)),

@@ -155,8 +155,18 @@ def checked_between(logits: Logits, argument: str, value: Any, whole: bool, low:
         raise TypeError(f"{name}(): {argument} must be {wanted} or {array}, as logits is, not {type(value).__name__}")
     number = checked_number(logits.library, name, argument, value, kind)
     if not low <= number <= high:
-        raise ValueError(f"{name}(): {argument} must be from {low} to {high}, got {value}")
+        raise ValueError(f"{name}(): {argument} must be {bounds(low, high)}, got {value}")
     return number
+
+
+def bounds(low: float, high: float) -> str:
+    """The words for a number from `low` to `high`, of which the largest of its dtype is no number to read.
+
+    >>> bounds(0, math.inf), bounds(0, LARGEST_FLOAT32), bounds(0, LARGEST_INT64), bounds(0.0, 1.0)
+    ('at least 0', 'at least 0 and finite in float32', 'at least 0 and less than 2**63', 'from 0 to 1')
+    """
+    ends = {math.inf: "", LARGEST_FLOAT32: " and finite in float32", LARGEST_INT64: " and less than 2**63"}
+    return f"at least {low:g}{ends[high]}" if high in ends else f"from {low:g} to {high:g}"
 
 
 def checked_count(logits: Logits, argument: str, value: Any, low: int) -> int:

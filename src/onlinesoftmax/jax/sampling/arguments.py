@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.arrays import Array, array_kind, broadcasts
 from ...core.options import ScoreOptions, is_number
-from ...sampling.rules import LARGEST_INT64
+from ...sampling.rules import LARGEST_INT64, bounds
 from ..prepare import Rows, checked_input, rows_of
 
 
@@ -56,7 +56,7 @@ def checked_of_rows(
         if whole and not hasattr(value, "__index__"):
             raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
         if not low <= value <= high:
-            raise ValueError(f"{name}: {argument} must be from {low} to {high}, got {value}")
+            raise ValueError(f"{name}: {argument} must be {bounds(low, high)}, got {value}")
         return _with_axes(np.asarray(value, dtype), rows)
     if array_kind(value) not in ("numpy", "jax"):
         raise TypeError(f"{name}: {argument} must be {wanted} or an array of such, not {type(value).__name__}")
