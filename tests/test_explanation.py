@@ -202,6 +202,7 @@ def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
         ({"x": np.zeros(5, np.float16), "dtype": "bfloat16"}, ValueError, "x has dtype float16"),
         ({"dtype": 3}, TypeError, "dtype must be a dtype or its name, not int"),
         ({"dtype": np.int32}, ValueError, "unknown dtype 'int32'"),
+        ({"operation": "softmx"}, ValueError, r"did you mean softmax\?$"),
         ({"outputs": "y"}, TypeError, "outputs must be a tuple of names, not str"),
         ({"outputs": {"y"}}, TypeError, "outputs must be a tuple of names, not set"),
         ({"outputs": ("y", "loss")}, ValueError, "outputs: softmax has no output 'loss'; there are: y, lse"),
@@ -212,6 +213,19 @@ def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
 def test_what_explain_refuses(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         osm.explain(**{"x": (5, 5), "device": "h200", **arguments})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "aliases"),
+    [
+        ("float32", "fp32 FP32 f32 float"), ("float16", "fp16 f16 half"), ("bfloat16", "bf16 BF16"),
+        ("float64", "fp64 f64 double"),
+    ],
+)  # fmt: skip
+def test_another_name_of_a_dtype_is_answered_with_ours(dtype: str, aliases: str) -> None:
+    for alias in aliases.split():
+        with pytest.raises(ValueError, match=rf"^unknown dtype '{alias}'; there are: .*; did you mean {dtype}\?$"):
+            osm.explain((5, 5), dtype=alias)
 
 
 def test_the_dtype_and_the_framework_of_a_tensor_are_its_own() -> None:

@@ -257,6 +257,8 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12y5", "shape '12y5'"),
         ("explain 12x0", "at least 1"),
         ("explain 12x5 --dtype int8", "unknown dtype 'int8'"),
+        ("explain 12x5 --dtype fp32", "; did you mean float32?"),
+        ("apply x.npy y.npy --dtype half", "; did you mean float16?"),
         ("explain 12x5 --device h20", "unknown device 'h20'; known devices: h200"),
         ("explain 12x5 --op softplus", "unknown operation 'softplus'"),
         ("explain 12x5 --op softmx", "; did you mean softmax?"),

@@ -209,8 +209,8 @@ def test_broken_source(tmp_path: Path, case: str) -> None:
     [
         ({"axis": 2}, r"x\.npy: axis 2 is out of range for the array of shape \(5, 6\)"),
         ({"axis": -3}, "axis -3 is out of range"),
-        ({"dtype": "int8"}, "unknown output dtype 'int8'; choose one of float16"),
-        ({"operation": "softmin"}, "unknown operation 'softmin'; choose one of softmax"),
+        ({"dtype": "int8"}, "unknown output dtype 'int8'; there are: float16"),
+        ({"operation": "softmin"}, "unknown operation 'softmin'; there are: softmax"),
         ({"chunk_bytes": 0}, "chunk_bytes must be positive, got 0"),
         ({"chunk_bytes": -1e308}, "chunk_bytes must be positive, got -1e"),
         ({"chunk_bytes": float("nan")}, "chunk_bytes must be positive, got nan"),

@@ -10,9 +10,8 @@ from typer.core import TyperCommand
 
 from ..core.device import KNOWN
 from ..core.task import ITEMSIZE
-from ..core.wrong_calls import meant
+from ..core.wrong_calls import meant, unknown
 from ..kernels import registry
-from ..lab.names import unknown
 from ..ops import OPERATIONS
 from ..planner.strategies import FOR_JAX, TABLE
 from . import output

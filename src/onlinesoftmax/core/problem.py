@@ -12,6 +12,7 @@ from .device import CACHE_LINE
 from .options import SCORE_OPTIONS
 from .task import BYTES, ITEMSIZE, Task, WithFacts
 from .view import power_of_two_divisor
+from .wrong_calls import unknown
 
 NUMBERS = "numbers"
 """Stands for the score options that are no tensor: a plan is the same for each of them."""
@@ -75,10 +76,10 @@ class Problem(WithFacts):
 
     def __post_init__(self) -> None:
         if self.operation not in declared():
-            raise ValueError(f"unknown operation {self.operation!r}; operations: {', '.join(declared())}")
+            raise ValueError(unknown("operation", self.operation, declared()))
         for name in filter(None, (self.dtype, self.out_dtype)):
             if name not in ITEMSIZE:
-                raise ValueError(f"unknown dtype {name!r}; dtypes: {', '.join(ITEMSIZE)}")
+                raise ValueError(unknown("dtype", name, ITEMSIZE))
         if self.rows < 0 or self.cols < 0:
             raise ValueError(f"rows and cols must not be negative, got {self.rows} x {self.cols}")
         super().__post_init__()

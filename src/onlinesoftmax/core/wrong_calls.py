@@ -39,8 +39,12 @@ ALIKE: tuple[tuple[str, ...], ...] = (
     ("device", "gpu", "gpus"),
     ("op", "operation", "function"),
     ("out", "output", "outfile"),
+    ("float32", "fp32", "f32", "float"),
+    ("float16", "fp16", "f16", "half"),
+    ("bfloat16", "bf16"),
+    ("float64", "fp64", "f64", "double"),
 )
-"""Names that libraries and their commands have for one argument."""
+"""Names that libraries and their commands have for one argument, or for one dtype."""
 
 
 def hinting(function: Function, package: str = "") -> Function:
@@ -131,16 +135,30 @@ and takes (logprob, entropy, lse)
         ) from None
 
 
-def meant(wrong: str, names: Iterable[str]) -> str | None:
+def meant(wrong: str, names: Iterable[str], cutoff: float = 0.75) -> str | None:
     """The name that was meant by a wrong one, of those that there are; None where none is alike.
+
+    A name of no group in ALIKE is alike from the similarity `cutoff` of difflib on.
 
     >>> meant("gpu", ("dtype", "device")), meant("topp", ("top_k", "top_p")), meant("temperature", ("scale",))
     ('device', 'top_p', 'scale')
     """
     plain = {name.replace("_", ""): name for name in names}
-    alike = next((group for group in ALIKE if wrong in group), ())
+    alike = next((group for group in ALIKE if wrong.lower() in group), ())
     found = plain.get(wrong.replace("_", "").lower()) or next((name for name in alike if name in plain.values()), None)
-    return found or next(iter(get_close_matches(wrong, plain.values(), 1, 0.75)), None)
+    return found or next(iter(get_close_matches(wrong, plain.values(), 1, cutoff)), None)
+
+
+def unknown(what: str, name: Any, known: Iterable[str]) -> str:
+    """The sentence about a name that is none of those that are known, with the nearest one if one is near.
+
+    Example:
+        >>> unknown("operation", "softmx", ("softmax", "logsumexp"))
+        "unknown operation 'softmx'; there are: softmax, logsumexp; did you mean softmax?"
+    """
+    known = tuple(known)
+    near = meant(name, known, 0.65) if isinstance(name, str) else None
+    return f"unknown {what} {name!r}; there are: {', '.join(known)}{f'; did you mean {near}?' if near else ''}"
 
 
 def _pass(wrong: str, found: str | None) -> str | None:

@@ -10,6 +10,7 @@ from ..core.device import Device, known
 from ..core.options import PLAIN, checked_options, is_number
 from ..core.state import dim_from_end
 from ..core.task import Choice
+from ..core.wrong_calls import unknown
 from ..jax import plans as jax_plans
 from ..jax.device import from_jax, is_on
 from ..kernels import registry
@@ -167,7 +168,7 @@ def explain(
         columns, 8 chunks of 16064, 4 products
     """
     if framework not in (None, "torch", "jax"):
-        raise ValueError(f"unknown framework {framework!r}; there are: torch, jax")
+        raise ValueError(unknown("framework", framework, ("torch", "jax")))
     if device is not None and not isinstance(device, str):
         raise TypeError(f"device must be the name of a known device, not {type(device).__name__}")
     filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "top_logprobs": top_logprobs}
@@ -207,8 +208,7 @@ def explain(
         asked = {"wanted": wanted, "each": reduction == "none", "whole_rows": whole_rows, "in_place": in_place}
         return explain_head(head, asked, checked_memory(memory), options, machine, device is not None)
     if not isinstance(operation, str) or operation not in OPERATIONS:
-        names = (*OPERATIONS, *FUNCTIONS, SAMPLE, ROUTE)
-        raise ValueError(f"unknown operation {operation!r}; operations: {', '.join(names)}")
+        raise ValueError(unknown("operation", operation, (*OPERATIONS, *FUNCTIONS, SAMPLE, ROUTE)))
     _check_not_given(operation, None, None, **of_heads)
     in_jax = framework_of(x, framework) == "jax"
     shape, like = described(x, dtype)

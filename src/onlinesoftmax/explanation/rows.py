@@ -14,6 +14,7 @@ from ..core.options import SCORE_OPTIONS, ScoreOptions, check_one_per_row
 from ..core.problem import Problem
 from ..core.task import ANY, ITEMSIZE, Choice, Flags, Task, one_row_as_many, operand_views, task_of
 from ..core.view import View, contiguous_strides, contiguous_view
+from ..core.wrong_calls import unknown
 from ..jax import plans as jax_plans
 from ..kernels import registry
 from ..kernels.report import Kernel
@@ -78,7 +79,7 @@ def described(x: Any, dtype: Any) -> tuple[tuple[int, ...], View]:
         if not shape or min(shape) < 1:
             raise ValueError(f"shape must have sizes of at least 1, got {shape}")
         if dtype is not None and dtype not in ITEMSIZE:
-            raise ValueError(f"unknown dtype {dtype!r}; dtypes: {', '.join(ITEMSIZE)}")
+            raise ValueError(unknown("dtype", dtype, ITEMSIZE))
         return shape, contiguous_view(shape, dtype or "float32")
     if array_kind(x) == "torch" and str(x.layout) != "torch.strided":
         raise TypeError(f"x must be a strided tensor, not one of layout {x.layout}")

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..core.task import ITEMSIZE
 from ..core.whole_files import destination
+from ..core.wrong_calls import unknown
 from ..ops import OPERATIONS
 from .chunks import STREAMED
 from .disk import FileError, naming, reading, write_from
@@ -149,9 +150,9 @@ def _check_request(source: Path, target: Path, operation: str, dtype: str | None
     if target.suffix.lower() != source.suffix.lower():
         raise FileError(f"{target}: must end in {source.suffix}, as {source} does: formats are not converted")
     if operation not in STREAMED:
-        raise FileError(f"{source}: unknown operation {operation!r}; choose one of {', '.join(STREAMED)}")
+        raise FileError(f"{source}: {unknown('operation', operation, STREAMED)}")
     if dtype is not None and dtype not in ITEMSIZE:
-        raise FileError(f"{source}: unknown output dtype {dtype!r}; choose one of {', '.join(ITEMSIZE)}")
+        raise FileError(f"{source}: {unknown('output dtype', dtype, ITEMSIZE)}")
     if not chunk_bytes >= 1:  # NaN compares false
         raise FileError(f"{source}: chunk_bytes must be positive, got {chunk_bytes}")
     if chunk_bytes > sys.maxsize:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable
 from math import prod
+
+from ..core.wrong_calls import unknown
 
 Shape = tuple[int, ...]
 
@@ -19,18 +20,6 @@ def check_names(what: str, names: Iterable[str], table: Iterable[str]) -> None:
     for name in names:
         if name not in known:
             raise ValueError(unknown(what, name, known))
-
-
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """The sentence about a name that is none of those that are known, with the nearest one if one is near.
-
-    Example:
-        >>> unknown("operation", "softmx", ("softmax", "logsumexp"))
-        "unknown operation 'softmx'; there are: softmax, logsumexp; did you mean softmax?"
-    """
-    known = tuple(known)
-    near = difflib.get_close_matches(name, known, 1, 0.65)
-    return f"unknown {what} {name!r}; there are: {', '.join(known)}{f'; did you mean {near[0]}?' if near else ''}"
 
 
 def parse_shape(text: str) -> Shape:
