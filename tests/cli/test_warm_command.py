@@ -31,6 +31,22 @@ def test_kernels_are_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert entry.stat().st_size > 1000
 
 
+@needs_nvrtc
+def test_each_kernel_has_a_name_and_calls_that_share_one_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("onlinesoftmax.core.cache.cache_folder", lambda: tmp_path)
+    command = "warm 4x64 5x64 --op sample --op token_logprobs --with-gradient --dtype float32 --device h100"
+    found = run_json(*command.split())["kernels"]
+    names = [each["kernel"] for each in found]
+    assert len(set(names)) == len(names)
+    assert "sample of 4 x 64 float32 on NVIDIA H100 SXM5: without a filter" in names
+    shared = {each["kernel"]: each["result"] for each in found if each["result"] != "compiled"}
+    assert len(list(tmp_path.glob("*.cubin"))) == len(found) - len(shared)
+    name = "token_logprobs of 5 x 64 float32 on NVIDIA H100 SXM5: cuda/row"
+    assert shared[name] == "shares that of token_logprobs of 4 x 64 float32"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

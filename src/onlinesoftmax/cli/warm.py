@@ -14,7 +14,7 @@ from .options import AS_JSON, DTYPES, REDUCTIONS, known_device, named
 
 if TYPE_CHECKING:
     from ..core.device import Device
-    from ..lab.warm import Asked
+    from ..lab.warm import Asked, Program
 
 FUNCTIONS = (*FORWARD, "sample")
 
@@ -68,24 +68,23 @@ def warm(
 def _compile(asked: list[Asked], machine: Device, as_json: bool) -> None:
     """Compile the kernels of all calls, and print what was done; exit with 1 if one cannot be compiled."""
     from ..core.cache import cache_folder, check_storable
-    from ..lab.warm import compile_program, programs
+    from ..lab.warm import programs
 
     with output.writing(str(cache_folder())):
         check_storable("warm")
     with output.refusing("", IndexError):
-        # Calls share kernels: the first one names each.
-        every = [program for each in asked for program in programs(each, machine)]
-        todo = list({program.source or program.name: program for program in reversed(every)}.values())[::-1]
+        made = [program for each in asked for program in programs(each, machine)]
+        every = {(program.name, program.source): program for program in made}.values()
     found: list[dict[str, Any]] = []
+    # The first of the calls that share a kernel compiles it.
+    first: dict[str, str] = {}
     with output.progress_of("compiling") as show:
-        for done, program in enumerate(todo, 1):
-            try:
-                found.append({"kernel": program.name, "result": compile_program(program, machine), "failed": False})
-            except Exception as error:  # a compiler fails in many ways; the other kernels are still compiled
-                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                found.append({"kernel": program.name, "result": first, "failed": True})
+        for done, program in enumerate(every, 1):
+            owner = first.setdefault(program.source or program.name, program.name)
+            shared = {"result": f"shares that of {owner.partition(' on ')[0]}", "failed": False}
+            found.append({"kernel": program.name, **(shared if owner != program.name else _compiled(program, machine))})
             if show is not None:
-                show(done, len(todo))
+                show(done, len(every))
     if as_json:
         output.print_json({"folder": str(cache_folder()), "device": machine.name, "kernels": found})
     else:
@@ -93,3 +92,13 @@ def _compile(asked: list[Asked], machine: Device, as_json: bool) -> None:
         output.note(f"The cache folder is {cache_folder()}.")
     if any(each["failed"] for each in found):
         raise typer.Exit(1)
+
+
+def _compiled(program: Program, machine: Device) -> dict[str, Any]:
+    """The result of compiling a kernel, and whether it failed."""
+    from ..lab.warm import compile_program
+
+    try:
+        return {"result": compile_program(program, machine), "failed": False}
+    except Exception as error:  # a compiler fails in many ways; the other kernels are still compiled
+        return {"result": (str(error).strip().splitlines() or [type(error).__name__])[0], "failed": True}

@@ -15,6 +15,7 @@ from ..core.call import Call, Settings
 from ..core.declaration import Operation
 from ..core.device import Device
 from ..core.plan_log import Kind
+from ..core.problem import Problem
 from ..core.task import output_shape
 from ..kernels import registry
 from ..kernels.request import Request
@@ -50,6 +51,10 @@ class Asked(NamedTuple):
     dim: int = -1
     gradient: bool = False
     reduction: str = "mean"
+
+    def named(self, device: Device, what: str) -> str:
+        """Name of a kernel of this call that belongs to no plan."""
+        return f"{Kind(self.function, self.shape, self.dtype, device.name)}: {what}"
 
 
 class Program(NamedTuple):
@@ -150,9 +155,12 @@ def _of_loss(x: torch.Tensor, asked: Asked, planner: Planner) -> Iterator[Progra
         yield _planned(asked, request_of(call, ("loss", *written), planner, follows))
         for name, each in zip(("total", "divisor"), reductions(x, target, None, loss, asked.gradient), strict=True):
             if each is not None:
-                yield Program(f"{name} of {asked.function}", reduction.source(each))
+                yield Program(asked.named(planner.device, name), reduction.source(each))
     if asked.gradient:
-        yield Program("gradient times one number", multiply.source(asked.dtype, asked.dtype, asked.dtype))
+        yield Program(
+            asked.named(planner.device, "gradient times one number"),
+            multiply.source(asked.dtype, asked.dtype, asked.dtype),
+        )
 
 
 def _of_sample(asked: Asked, device: Device) -> list[Program]:
@@ -165,16 +173,19 @@ def _of_sample(asked: Asked, device: Device) -> list[Program]:
     if reason := refusal(asked.dtype, rows, True, device):
         raise ValueError(f"sample: {reason}")
     given = rows, cols, asked.dtype, cols * x.element_size() % 16 == 0
-    found = [Program("sample without a filter", unfiltered.source(unfiltered.shape_of(*given, False, device)))]
-    filtered = source.shape_of(*given, device)
-    return found if filtered is None else [*found, Program("sample with filters", source.source(filtered))]
+    texts = {"without a filter": unfiltered.source(unfiltered.shape_of(*given, False, device))}
+    if (filtered := source.shape_of(*given, device)) is not None:
+        texts["with filters"] = source.source(filtered)
+    return [Program(asked.named(device, what), text) for what, text in texts.items()]
 
 
 def _planned(asked: Asked, request: Request) -> Program:
     from ..kernels.cuda.source import source
 
     plan, kind = request.plan, Kind(request.operation.name, asked.shape, asked.dtype, request.plan.device)
-    name = f"{kind}: {plan.backend}/{plan.strategy}"
+    # Calls that read other tensors take other kernels, as a gradient in one result and in several.
+    given = ", ".join(Problem.of(request.task).given)
+    name = f"{kind}: {plan.backend}/{plan.strategy}{given and f' with {given}'}"
     return Program(name, source(request) if plan.backend == "cuda" else "", request)
 
 
