@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from ..explanation import Explanation, HeadExplanation, RouteExplanation, SampleExplanation
     from ..kernels.report import Kernel
 
+OF_ARGUMENTS = {"linear_weight": "classes", "framework='jax'": "framework jax"}
+"""The options whose names are not those of the arguments."""
+
 
 def explain(
     shape: str = typer.Argument(
@@ -152,6 +155,7 @@ def explain(
 def _explain(
     shape: str, options: dict[str, Any], head: dict[str, Any], **asked: Any
 ) -> Explanation | HeadExplanation | RouteExplanation | SampleExplanation:
+    from ..explanation import NotTakenError
     from ..explanation import explain as explain_shape
     from ..kernels.registry import missing
     from ..lab.names import parse_bytes, parse_shape
@@ -171,10 +175,24 @@ def _explain(
             options["gradients"] = [name for name in split_names(head["gradients"]) if name != "none"]
         try:
             return explain_shape(sizes, **options, reduction=head["reduction"], acc_dtype=head["acc"], **asked)
+        except NotTakenError as error:
+            output.fail(not_taken(error.operation, error.names))
         except PlanError:
             if asked["device"] is None and (reason := dict(missing()).get(asked["backend"])):
                 output.fail(f"{reason}; name a GPU, as in --device h200, to plan for one that is not here")
             raise
+
+
+def not_taken(operation: str, names: list[str]) -> str:
+    """The sentence about options that belong to another operation."""
+    from ..explanation import OWNERS
+
+    found = []
+    for name in names:
+        option = f"--{OF_ARGUMENTS.get(name, name).replace('_', '-')}"
+        owners = " or ".join(OWNERS.get(name, ()))
+        found.append(f"{option} is an option of --op {owners}" if owners else f"--op {operation} has no {option}")
+    return "; ".join(found)
 
 
 def _print_function(explanation: HeadExplanation | RouteExplanation | SampleExplanation, as_json: bool) -> None:

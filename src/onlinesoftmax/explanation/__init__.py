@@ -21,7 +21,7 @@ from ..torch.device import from_torch, here
 from .heads import HeadExplanation, adds_in_place, checked_memory, described_head, explain_head, wanted_gradients
 from .routing import ROUTE, RouteExplanation, explain_route
 from .rows import Explanation, Shape, check_taken, described, explain_task, framework_of, task_in_jax, torch_task
-from .sampling import SAMPLE, SampleExplanation, described_sample, explain_sample, sample_in_jax
+from .sampling import FILTERS, SAMPLE, SampleExplanation, described_sample, explain_sample, sample_in_jax
 
 __all__ = ["Explanation", "HeadExplanation", "RouteExplanation", "SampleExplanation", "explain"]
 
@@ -235,15 +235,39 @@ NO_GATE: dict[str, Any] = {
 """The arguments of `route` where they are not given."""
 
 
+OF_HEADS = ("linear_weight", "linear_bias", "reduction", "gradients", "whole_rows", "memory", "acc_dtype")
+
+OWNERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys((*FILTERS, "top_logprobs"), (SAMPLE,)),
+    **dict.fromkeys(NO_GATE, (ROUTE,)),
+    **dict.fromkeys(OF_HEADS, tuple(FUNCTIONS)),
+}
+"""The operations that an argument belongs to, if not all operations of rows have it."""
+
+
+class NotTakenError(ValueError):
+    """Arguments of `explain` that the operation does not have.
+
+    Attributes:
+        operation: Name of the operation.
+        names: Names of the arguments.
+    """
+
+    def __init__(self, operation: str, names: list[str]) -> None:
+        self.operation, self.names = operation, names
+        owners = [f"{name} is an argument of {' and '.join(OWNERS[name])}" for name in names if name in OWNERS]
+        super().__init__("; ".join([f"{operation}() has no {', '.join(names)} here", *owners]))
+
+
 def _check_not_given(operation: str, x: Any, framework: str | None, **given: Any) -> None:
-    """Raise a ValueError that names the arguments that are neither None nor False, which the operation does not have.
+    """Raise an error that names the arguments that are neither None nor False, which the operation does not have.
 
     With an input x, JAX is one of them.
     """
     names = [name for name, value in given.items() if value is not None and value is not False]
     names += ["framework='jax'"] if x is not None and framework_of(x, framework) == "jax" else []
     if names:
-        raise ValueError(f"{operation}() has no {', '.join(names)} here")
+        raise NotTakenError(operation, names)
 
 
 def _machine(device: str | None, x: Any, framework: str | None) -> Device:
