@@ -299,6 +299,8 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --op sample --acc-dtype float32", "Error: --acc-dtype is an option of --op linear_"),
         ("explain 12x5 --op sample --batch-invariant", "Error: --op sample has no --batch-invariant"),
         ("explain 12x5 --op linear_token_loss --classes 7 --framework jax", "_loss has no --framework jax"),
+        ("explain 12x5 --device h100 --device a100", "Error: --device is given 2 times, and explain takes one: run"),
+        ("apply x.npy y.npy --dim 0 --dim 1", "Error: --dim is given 2 times, and apply takes one: run it once for"),
         ("apply missing.npy y.npy", "missing.npy: cannot be read: No such file or directory"),
         ("apply x.txt y.txt", "x.txt"),
         ("apply missing.npy", "Missing argument 'OUT'"),

@@ -69,7 +69,7 @@ def test_a_number_that_filters_nothing_is_no_filter() -> None:
     [
         (ValueError, "sample() has no outputs, scale here", {"scale": 2.0, "outputs": ("y",)}),
         (ValueError, "sample() has no linear_weight here", {"linear_weight": (3, 4)}),
-        (ValueError, "top_p must be from 0.0 to inf", {"top_p": -0.1}),
+        (ValueError, "top_p must be at least 0, got -0.1", {"top_p": -0.1}),
         (ValueError, "top_logprobs must be from 0 to the 128256 tokens", {"top_logprobs": -1}),
         (TypeError, "top_k must be an int", {"top_k": 1.5}),
     ],
@@ -100,7 +100,7 @@ def test_in_jax(options: dict[str, Any], dtype: str, words: str) -> None:
 @pytest.mark.parametrize(
     ("error", "words", "given"),
     [
-        (ValueError, "top_p must be from 0.0 to inf", {"top_p": -0.1}),
+        (ValueError, "top_p must be at least 0, got -0.1", {"top_p": -0.1}),
         (ValueError, "top_logprobs must be from 0 to the 128256 tokens", {"top_logprobs": -1}),
         (TypeError, "top_k must be an int", {"top_k": 1.5}),
         (ValueError, "bias", {"bias": (7,)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,10 +26,15 @@ OUTPUTS = tuple(dict.fromkeys(output.name for operation in OPERATIONS.values() f
 
 
 class Command(TyperCommand):
-    """A command whose error for an option that it does not have names the one that was meant."""
+    """A command whose error for an option that it does not have names the one that was meant.
+
+    An option with one value that is given twice is an error too: the first value would count for nothing.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
+            if not ctx.resilient_parsing:
+                self._check_given_once(ctx, args)
             return super().parse_args(ctx, args)
         except Exception as error:  # NoSuchOption, of click or of the copy of click that newer versions of Typer have
             wrong = getattr(error, "option_name", None)
@@ -40,6 +46,13 @@ class Command(TyperCommand):
                         possibilities=None,
                     )
             raise
+
+    def _check_given_once(self, ctx: Any, args: list[str]) -> None:
+        given: Counter[Any] = Counter(self.make_parser(ctx).parse_args(args=list(args))[2])
+        for option, count in given.items():
+            if count > 1 and not (option.multiple or option.is_flag):
+                name = option.opts[-1]
+                output.fail(f"{name} is given {count} times, and {ctx.info_name} takes one: run it once for each")
 
 
 def named(
