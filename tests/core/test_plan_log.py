@@ -41,7 +41,7 @@ def test_a_head_is_one_line_for_each_plan(caplog: pytest.LogCaptureFixture) -> N
     for memory in (None, None, 1500):
         osm.linear_cross_entropy(x, weight, target, memory=memory)
     assert caplog.messages == [
-        "linear_cross_entropy of 13 x 6 float32 on cpu: stored, 1 product with 50 classes: "
+        "linear_cross_entropy of 13 x 6 float32 on cpu: stored, 1 product with 50 classes; all logits at once, 2.6 kB: "
         "the logits of all tokens take 2.6 kB, which fit",
         "linear_cross_entropy of 13 x 6 float32 on cpu: tokens, 2 chunks of 7 tokens, 1 product with 50 classes: "
         "the logits of all tokens would take 2.6 kB",

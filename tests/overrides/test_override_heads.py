@@ -208,7 +208,8 @@ def test_the_report_says_that_a_head_is_too_small() -> None:
         loss(F.linear(x, weight, bias))
     assert not mode.report().left
     kind = f"{CE} of {x.shape[:-1].numel()} x {x.shape[-1]} float32 on {x.device}"
-    assert f"{kind}: stored, 3 products with {CLASSES} classes" in mode.report().plans[CE]
+    told = f"{kind}: stored, 3 products with {CLASSES} classes; all logits at once, 1.6 kB"
+    assert told in mode.report().plans[CE]
 
 
 @pytest.mark.parametrize("name", COMPUTED)

@@ -44,7 +44,8 @@ class Head(NamedTuple):
 def noted(name: str, x: Tensor, weight: Tensor, plan: LinearPlan) -> LinearPlan:
     """The plan of a call of a public function, with a line in the log if it is new."""
     if not torch.compiler.is_compiling():
-        note_plan(Kind.of(name, x), f"{plan} with {len(weight)} classes", plan.reason)
+        kind = Kind.of(name, x)
+        note_plan(kind, plan.told(len(x), len(weight), kind.dtype), plan.reason)
     return plan
 
 

@@ -77,6 +77,12 @@ class LinearPlan(NamedTuple):
         cut = f", {self.chunks} chunks of {self.chunk} {self.name}" if self.chunks > 1 else ""
         return f"{self.name}{cut}, {self.products} product{'' if self.products == 1 else 's'}"
 
+    def told(self, tokens: int, classes: int, dtype: str) -> str:
+        """The plan with the number of classes, for the log and for reports; and the bytes of logits that all exist."""
+        stored = self.name == "stored" and isinstance(tokens, int)  # a trace may have a symbol
+        held = f"; all logits at once, {size(tokens * row_bytes(classes, ITEMSIZE[dtype]))}" if stored else ""
+        return f"{self} with {classes} classes{held}"
+
 
 class Candidate(NamedTuple):
     """A plan that was not chosen.

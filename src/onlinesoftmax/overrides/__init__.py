@@ -16,8 +16,9 @@ __all__ = ["Report", "override"]
 
 
 def override(
-    *, strict: bool = False, backend: Backend | None = None, leave: Collection[str] = (), linear: bool | int = False
-) -> Override:
+    *, strict: bool = False, backend: Backend | None = None, leave: Collection[str] = (), linear: bool | int = False,
+    memory: int | None = None,
+) -> Override:  # fmt: skip
     """Context manager and decorator: PyTorch's softmax, log_softmax, logsumexp and losses run ours.
 
     The block replaces every spelling of these functions: those in `torch`, in `torch.special` and in
@@ -62,6 +63,8 @@ def override(
             "cross_entropy" or "linear_cross_entropy".  `strict` does not forbid them.
         linear: True defers the logits of linear layers with 32000 output features or more; a number is the fewest
             output features of such a layer.
+        memory: Most bytes of the logits and sums of a head that exist at a time, as for `linear_cross_entropy`.  The
+            report names the plan, and the bytes of the logits where all exist at once.
 
     Returns:
         An object whose method `report()` gives the number of calls that were taken and left, and the plans of those
@@ -71,7 +74,8 @@ def override(
         ModuleNotFoundError: torch is not installed.
         TypeError: strict is not a bool, leave is no collection of names, or the decorated object is a class or an
             asynchronous generator.
-        ValueError: there is no such backend or function.
+        ValueError: there is no such backend or function, or memory is not positive; inside the block, memory is too
+            small.
         RuntimeError: with strict=True, inside the block: PyTorch would run the call; the message says why.  A
             block is left that is not open.  Or logits are needed, and the input or the weight of their head has changed
             since its call.
@@ -93,7 +97,7 @@ def override(
         ...     loss = torch.nn.functional.cross_entropy(logits, target)
         >>> print(mode.report())
         linear_cross_entropy: our function took 1 call.
-          linear_cross_entropy of 5 x 24 float32 on cpu: stored, 2 products with 40 classes
+          linear_cross_entropy of 5 x 24 float32 on cpu: stored, 2 products with 40 classes; all logits at once, 800 B
 
         >>> @override(backend="eager")
         ... def probabilities(logits):
@@ -105,4 +109,4 @@ def override(
     """
     with needing("torch", "onlinesoftmax.override"):
         from .mode import Override
-    return Override(strict, backend, leave, linear)
+    return Override(strict, backend, leave, linear, memory)

@@ -81,7 +81,7 @@ def losses(
         y = linear_cross_entropy(
             hidden, linear_weight, target.movedim(dim, -1) if soft else target, linear_bias=bias, weight=weight,
             reduction=reduction, ignore_index=ignore_index, label_smoothing=smoothing, z_loss=z_loss, scale=scores[0],
-            softcap=scores[1], dtype=dtype, return_stats=stats,
+            softcap=scores[1], dtype=dtype, return_stats=stats, memory=x.head.memory,
         )  # fmt: skip
     x.head.took(linear_cross_entropy.__name__, hidden)
     return y
@@ -107,7 +107,9 @@ def statistics(x: Logits, target: Any, scores: tuple[float, float | None]) -> To
         target = torch.zeros(shape, dtype=torch.long, device=x.device)
     hidden, weight, bias = tensors
     with torch.autocast(x.device.type, enabled=False):
-        found = linear_token_logprobs(hidden, weight, target, linear_bias=bias, scale=scores[0], softcap=scores[1])
+        found = linear_token_logprobs(
+            hidden, weight, target, linear_bias=bias, scale=scores[0], softcap=scores[1], memory=x.head.memory
+        )
     x.head.took(linear_token_logprobs.__name__, hidden)
     x.head.known = Known(x.rows, scores, dim, found)
     return found

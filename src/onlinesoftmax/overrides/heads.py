@@ -77,14 +77,18 @@ class Head:
         checkpoint: The result of `checkpoint_hook` in the call.
         watched: True where somebody has asked for the gradient of the logits, so that they must exist.
         known: The last result of `linear_token_logprobs`.
+        memory: The argument of the linear functions.
     """
 
     known: Known | None
 
-    def __init__(self, tensors: tuple[Tensor, Tensor, Tensor | None], product: Logits, counts: Counts, strict: bool):
+    def __init__(
+        self, tensors: tuple[Tensor, Tensor, Tensor | None], product: Logits, counts: Counts, strict: bool,
+        memory: int | None,
+    ) -> None:  # fmt: skip
         self.input, self.weight, self.bias = tensors
         self.dtype, self.node, self.watched = product.dtype, product.grad_fn, False
-        self.checkpoint, self.known = checkpoint_hook(), None
+        self.checkpoint, self.known, self.memory = checkpoint_hook(), None, memory
         self._counts, self._strict = counts, strict
         self._product: Tensor | None = None
         self._versions = self._current_versions()

@@ -88,7 +88,9 @@ class Deferred(TorchDispatchMode):
         return UncomputedLogits(like, x.device, Numbers((), 1.0, None, False))
 
 
-def deferred(input: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, strict: bool) -> Tensor:
+def deferred(
+    input: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, strict: bool, memory: int | None
+) -> Tensor:
     """The result of `linear`, which is not computed.
 
     Args:
@@ -97,6 +99,7 @@ def deferred(input: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts,
         bias: (classes,) or None.
         counts: Where computed logits and losses without them are counted.
         strict: Raise an error where the logits are computed.
+        memory: Most bytes of the logits and sums of a loss.
     """
     with torch._C.DisableTorchFunction():
         rows = input.reshape(-1, input.shape[-1])
@@ -104,7 +107,7 @@ def deferred(input: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts,
             y = torch.nn.functional.linear(rows, weight, bias)
         if not isinstance(y, Logits):
             return y.view(*input.shape[:-1], -1)
-        y.head = Head((rows, weight, bias), y, counts, strict)
+        y.head = Head((rows, weight, bias), y, counts, strict, memory)
         return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
 
 

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._contextlib import _wrap_generator
 
 from ..kernels.registry import BACKENDS
+from ..linear.arguments import checked_memory
 from .checkpoints import INSIDE, NOT_REPEATED, checkpoint_hook, is_repeated
 from .heads import NAME, Logits
 from .report import Counts, Report
@@ -52,7 +53,9 @@ class Overridden(Protocol[P, R_co]):
 class Override(TorchFunctionMode):
     """The context manager and decorator that `override` returns."""
 
-    def __init__(self, strict: bool, backend: str | None, leave: Collection[str], linear: bool | int) -> None:
+    def __init__(
+        self, strict: bool, backend: str | None, leave: Collection[str], linear: bool | int, memory: int | None
+    ) -> None:
         super().__init__()
         if not isinstance(strict, bool):
             raise TypeError(f"override(): strict must be a bool, not {type(strict).__name__}")
@@ -69,6 +72,7 @@ class Override(TorchFunctionMode):
             raise ValueError(f"override(): linear must be a bool or a number of classes above 1, not {linear!r}")
         # Fewest classes of a head; 0 where the block leaves every linear layer alone.
         self._linear = FEWEST_CLASSES if linear is True else int(linear)
+        self._memory = checked_memory("override", memory)
         # Index of a block's mode in INSIDE; None for other objects.  A compiled model is guarded by this number, not
         # by the identity of the mode, so that it is not compiled again for a new block.
         self._level: int | None = None
@@ -78,7 +82,7 @@ class Override(TorchFunctionMode):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy and a pickle are a new object, which is in no block and has counted nothing."""
-        return type(self), (self._strict, self._backend, self._leave, self._linear)
+        return type(self), (self._strict, self._backend, self._leave, self._linear, self._memory)
 
     def report(self) -> Report:
         """Number of calls that were taken and left until now, over all blocks of this object."""
@@ -192,7 +196,7 @@ class Override(TorchFunctionMode):
         if arguments is not None and reason is None:
             # Outer blocks must not see the calls of PyTorch inside our function.
             with torch._C.DisableTorchFunction():
-                y = replacement.run(arguments, self._backend)
+                y = replacement.run(arguments, self._backend, self._memory)
         elif self._strict and not is_left:
             raise RuntimeError(f"override(strict=True): PyTorch would run a call of {replacement.name}: {reason}")
         else:
@@ -211,7 +215,7 @@ class Override(TorchFunctionMode):
             if reason is None:
                 from .calls import deferred
 
-                return deferred(*head, self.counts, self._strict)
+                return deferred(*head, self.counts, self._strict, self._memory)
             if self._strict:
                 raise RuntimeError(f"override(strict=True): PyTorch would run a call of {NAME}: {reason}")
             self._count(NAME, reason, None)

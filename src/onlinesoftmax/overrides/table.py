@@ -44,11 +44,11 @@ class Replacement(NamedTuple):
     dropped: tuple[str, ...] = ()
     function: Callable[..., Any] | None = None
 
-    def run(self, arguments: Arguments, backend: str | None) -> Any:
-        """The result of our function."""
+    def run(self, arguments: Arguments, backend: str | None, memory: int | None) -> Any:
+        """The result of our function; `memory` is for a head."""
         ours = {name: value for name, value in arguments.items() if name not in self.dropped}
         if self.function is not None:
-            return self.function(**ours)
+            return self.function(**ours, memory=memory)
         return getattr(api, self.name)(**ours, backend=backend)
 
 

@@ -131,7 +131,8 @@ def _sizes(call: HeadCall, arrays: Mapping[str, Any]) -> tuple[tuple[int, int, i
 def _noted(name: str, arrays: Mapping[str, Any], plan: LinearPlan) -> LinearPlan:
     """The plan of a public function, with a line in the log if it is new; a trace does not know the device."""
     x, classes = arrays["x"], arrays["weight"].shape[0]
-    note_plan(Kind(name, tuple(x.shape), x.dtype.name, "JAX's device"), f"{plan} with {classes} classes", plan.reason)
+    text = plan.told(math.prod(x.shape[:-1]), classes, x.dtype.name)
+    note_plan(Kind(name, tuple(x.shape), x.dtype.name, "JAX's device"), text, plan.reason)
     return plan
 
 
