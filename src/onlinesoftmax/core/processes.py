@@ -21,6 +21,13 @@ class ExchangeError(RuntimeError):
     """An exchange has failed: another process has ended, or did not make the same call within the timeout."""
 
 
+def has_processes() -> bool:
+    """True where torch.distributed has process groups, so that a collective may run."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
 def group_or_default(group: Group | None) -> Group:
     """The group itself, or the default group if it is None.
 
@@ -38,7 +45,7 @@ def group_or_default(group: Group | None) -> Group:
         raise TypeError(
             f"group must be a process group of torch.distributed or None, not {type(group).__name__}{instead}"
         )
-    if not available or not dist.is_initialized():
+    if not has_processes():
         raise RuntimeError("no process group: call torch.distributed.init_process_group, or start with torchrun")
     return dist.group.WORLD if group is None else group
 

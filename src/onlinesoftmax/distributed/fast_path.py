@@ -11,9 +11,8 @@ import math
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from ..core.processes import group_or_default
+from ..core.processes import group_or_default, has_processes
 from ..core.task import ColumnRange
 from ..torch.arguments import autocasts
 from ..torch.fast_path import PREPARED_CALLS, keep
@@ -49,7 +48,7 @@ def look_up(
     if shards is None:
         shards, announced = _agree(name, operands, arguments, group)
     call = ShardedInput((), shards=shards, announced=announced)
-    if type(shards) is not Shards or (group is None and not (dist.is_available() and dist.is_initialized())):
+    if type(shards) is not Shards or (group is None and not has_processes()):
         return call, None
     group = group_or_default(group)
     way = known_exchange(group) if getattr(operands.x, "is_cuda", False) else COLLECTIVE

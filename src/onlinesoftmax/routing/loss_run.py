@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..core.processes import has_processes
 from ..kernels import registry
 from ..torch.arguments import is_batched
 from ..torch.fast_path import is_transformed
@@ -37,9 +38,7 @@ def own_loss(routed: Routed, values: Tensor, counts: Tensor, factor: float, z_lo
 
 def _may_have_changed(routed: Routed) -> bool:
     """True where results were changed in place, or may have been by a collective, which PyTorch does not count."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return True
-    return any(t is not None and t._version for t in (routed.counts, routed.prob_sums, routed.lse))
+    return has_processes() or any(t is not None and t._version for t in (routed.counts, routed.prob_sums, routed.lse))
 
 
 def fused(values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor | None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..core.processes import has_processes
 from ..kernels import registry
 from ..torch.arguments import is_batched
 from ..torch.fast_path import is_transformed
@@ -78,8 +79,12 @@ def gradient_of(
 
 
 def training(call: Call) -> Call:
-    """The call of a training step, which may want losses: of one sequence, as those of several are added first."""
-    return call._replace(losses=call.counts and call.prob_sums and call.sequences == 1)
+    """The call of a training step, which may want the losses of its kernel.
+
+    Not of several sequences, which are added first, and not where collectives may change its results.
+    """
+    wants = call.counts and call.prob_sums and call.sequences == 1
+    return call._replace(losses=wants and not has_processes())
 
 
 def _by_kernel(call: Call) -> Routed | None:
