@@ -35,7 +35,7 @@ SMALL = replace(KNOWN["h100"], multiprocessors=0)
 
 
 def simulated(call: Call, folder: Path, parts: int, device: Device = SMALL) -> Routed:
-    """What the kernel writes, by name."""
+    """Results of the kernel, by name."""
     x, rule, count = call.x, call.rule, len(call.x)
     dtype = str(x.dtype).removeprefix("torch.")
     tokens = call.tokens

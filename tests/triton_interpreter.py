@@ -242,7 +242,7 @@ PLAIN = {int, bool, str, type(None), core.PropagateNan}
 
 
 def _token(value: Any, handles: list[Any]) -> Any:
-    """What tells a value that is no tensor from others, or None; the handles of tensors in it are added to a list."""
+    """A key of a value that is no tensor, or None; the handles of tensors in the value are added to a list."""
     kind = type(value)
     if kind in PLAIN:
         return kind, value

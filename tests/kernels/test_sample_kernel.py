@@ -26,7 +26,7 @@ EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
 
 
 def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
-    """What the kernel writes, by name."""
+    """Results of the kernel, by name."""
     rows, cols = x.shape
     aligned = unfiltered_launch.is_aligned(x)
     # Shared memory holds the slices of several blocks.

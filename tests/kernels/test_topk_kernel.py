@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def simulated(x: Tensor, k: int, target: Tensor | None, cluster: int, folder: Path, **shape: int) -> dict[str, Tensor]:
-    """What the kernel writes, by name."""
+    """Results of the kernel, by name."""
     rows, cols = x.shape
     dtype, aligned = str(x.dtype).removeprefix("torch."), unfiltered_launch.is_aligned(x)
     of = topk.Shape(dtype, cluster, 128, aligned, target is not None, topk.FEW if k <= topk.FEW else topk.MOST)

@@ -23,7 +23,7 @@ THREADS = 64
 
 
 def simulated(x: Tensor, cluster: int, folder: Path, raw: bool, **given: Tensor) -> dict[str, Tensor]:
-    """What the kernel writes, by name."""
+    """Results of the kernel, by name."""
     rows, cols = x.shape
     shape = unfiltered.Shape(
         str(x.dtype).removeprefix("torch."), cluster, THREADS, unfiltered_launch.is_aligned(x), raw

@@ -1,4 +1,4 @@
-"""What the explanations of operations with kernels of their own share, such as those of `sample` and `route`."""
+"""The base of the explanations of operations with kernels of their own, such as `sample` and `route`."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ LARGE = 1 << 20
 """Number of elements from which a CPU spends its time on arithmetic, so that ours is held to a ratio."""
 
 CANNOT = "cannot run"
-"""What every table says of a library that raises an error for a case, or lacks what it asks for."""
+"""Words of every table for a library that raises an error for a case, or lacks what it asks for."""
 
 WORDS = {"wrong": "WRONG", "failed": "FAILED", "refused": CANNOT}
 """Words of the tables for a result without times, by its status."""

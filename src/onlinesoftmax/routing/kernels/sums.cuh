@@ -13,8 +13,8 @@ __device__ inline float sum_of_word(const Route& p, uint64 all) {
     return all % BLOCK >= NAN_BLOCK ? NOT_A_NUMBER : float(double(all % NAN_BLOCK) / double(unit));
 }
 
-// Where several blocks share a sequence: with a ticket, the last block to take one writes all results; without, the last
-// block to add to a word writes its result.  Words are 0 again afterwards, for the next launch.
+// Several blocks may share a sequence.  With a ticket, the last block to take one writes all results; without, the last block
+// to add to a word writes its result.  Words are 0 again afterwards, for the next launch.
 constexpr bool TICKET = TEAM > 32 || LOSSES;
 
 // Writes the results of a sequence, and with LOSSES its losses, whose formulas losses.py has.  word_of(item) is the word of
@@ -79,7 +79,7 @@ __device__ inline void write_sums(
     uint64* const ticket = words + items;
     if (threadIdx.x % TEAM) square = 0;
     if (TICKET && parts > 1) {
-        // Of many experts, most have no token in a block: their words need no addition.
+        // Words that get 0 are left out: a block has tokens of few of many experts.
 #pragma unroll 1
         for (int item = threadIdx.x; item < items; item += THREADS) {
             const uint64 own = own_word(item);
