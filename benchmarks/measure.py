@@ -59,6 +59,8 @@ RECORDS: dict[str, str] = {
     "jax-forward": "--peers jax",
     "jax-gradients": "--peers jax",
     "jax-lengths": "--peers jax",
+    "jax-single-row": "--peers jax",
+    "jax-long-rows": "--peers jax",
     "jax-cross-entropy": "--peers jax",
     "jax-pallas-forward": "--peers jax",
     "jax-pallas-lengths": "--peers jax",
