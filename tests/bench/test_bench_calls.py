@@ -18,7 +18,9 @@ from onlinesoftmax.lab.bench import cold_suite, host_times, tables
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.cold_suite import calls_of, run_cold
 from onlinesoftmax.lab.bench.host_times import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
+from onlinesoftmax.lab.bench.jax_peers import JaxNN, OursInJax
 from onlinesoftmax.lab.bench.peers import Ours, Peer, Torch
+from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.timing import CpuClock
 
 SOFTMAX = Case("softmax", (4, 8), 1, "float32")
@@ -37,6 +39,35 @@ def test_every_kind_of_call_has_a_time() -> None:
         assert all(0 < times.p20_us <= times.median_us for times in result.calls.values())
     assert found["ours"].plan.backend == "eager"
     assert list(hosts(LOSS, Torch("cpu"))["torch"].calls) == [PLAIN, RECORDING, BOTH]
+
+
+@pytest.mark.parametrize("peer", [Ours, Torch, OursInJax, JaxNN])
+def test_calls_in_a_row_take_the_result_of_the_one_before(peer: type[Peer]) -> None:
+    if reason := peer("cpu").why_absent():
+        pytest.skip(reason)
+    x = torch.randn(4, 8)
+    expected = x
+    for _ in range(3):
+        expected = torch.softmax(expected, 1)
+    torch.testing.assert_close(peer("cpu").repeated(replace(SOFTMAX, calls=3))(x), expected)
+    copy = Ours("cpu").copy(x, 3) if peer in (Ours, Torch) else OursInJax("cpu").copy(x, 3)
+    torch.testing.assert_close(copy(x), x if peer in (Ours, Torch) else x + 3)
+
+
+def test_the_time_of_calls_in_a_row_is_that_of_one() -> None:
+    class Fixed(CpuClock):
+        def measure(self, calls: Any, budget_ms: float, flush: Any = None) -> Any:
+            return {name: [call() is not None and 24.0] for name, call in calls.items()}
+
+    (found,) = run([replace(SOFTMAX, calls=8)], [Ours("cpu")], CPU, 0.1, Fixed())
+    assert found.copy.median_us == found.results[0].times.median_us == 3.0
+    assert found.results[0].gbps == pytest.approx(2 * 4 * 8 * 4 / 3e3)
+
+
+@pytest.mark.parametrize("wrong", [{"operation": "logsumexp"}, {"with_gradient": True}])
+def test_only_a_result_that_is_an_input_is_called_again(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"calls=8: the result of \w+ is no input of the same function"):
+        replace(SOFTMAX, calls=8, **wrong)
 
 
 class CountingClock(CpuClock):

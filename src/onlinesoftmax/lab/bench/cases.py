@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -73,11 +73,14 @@ class Case:
         fused: Names of the score options, in the order of FUSED.
         with_gradient: True for the forward call and its gradient through autograd, as a user calls them.
         reduction: Reduction of the losses, in REDUCTIONS; by default the first.  Empty for other operations.
+        calls: Number of calls that are measured together, each of the result of the one before; the time is that of
+            one.  In JAX, they are one program.
 
     Raises:
         ValueError: a score option is unknown or the operation is not measured with it, causal leaves a query without a
             key, an operation with a reduction has its classes in another dimension than its signature says, the
-            operation has no such reduction, or with_gradient is given for a gradient.
+            operation has no such reduction, with_gradient is given for a gradient, or the result of several calls is no
+        input of the same function.
 
     Example:
         >>> case = Case("logsumexp", (4, 1024), 1, "float32")
@@ -88,6 +91,8 @@ class Case:
         >>> loss = Case("cross_entropy", (4, 1024), 1, "float32", with_gradient=True)
         >>> str(loss), loss.passes, str(replace(loss, reduction="none"))
         ('4x1024 with gradient', 2, '4x1024 none with gradient')
+        >>> str(Case("softmax", (4, 1024), 1, "float32", calls=8))
+        '4x1024 in 8 calls'
     """
 
     operation: str
@@ -97,6 +102,7 @@ class Case:
     fused: tuple[str, ...] = ()
     with_gradient: bool = False
     reduction: str = ""
+    calls: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         check_names("score option", self.fused, FUSED)
@@ -107,6 +113,8 @@ class Case:
         if self.with_gradient and self.declaration.backward:
             raise ValueError(f"with_gradient: {self.operation} is itself a gradient; name {self.declaration.forward}")
         self._check_reduction()
+        if self.calls > 1 and (self.with_gradient or self.declaration.backward or not self.writes_elements):
+            raise ValueError(f"calls={self.calls}: the result of {self.operation} is no input of the same function")
         if "causal" in self.fused and (self.dim == 0 or self.shape[self.dim - 1] > self.shape[self.dim]):
             # With more queries than keys the first queries see no key, and their rows are NaN.
             raise ValueError(f"{self}: causal needs a dimension of queries before dim, no longer than dim")
@@ -128,6 +136,7 @@ class Case:
         words += ["+".join(self.fused)] if self.fused else []
         # The default reduction is not worth a word in each line.
         words += [self.reduction] if self.reduction not in ("", *REDUCTIONS[self.operation][:1]) else []
+        words += [f"in {self.calls} calls"] if self.calls > 1 else []
         return " ".join(words + ["with gradient"] * self.with_gradient)
 
     @property

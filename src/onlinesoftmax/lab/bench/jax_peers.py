@@ -12,7 +12,7 @@ from ...ops.reference import evaluate
 from .. import bridge
 from .cases import Case
 from .formulas import Function, incoming
-from .peers import Ours, Peer
+from .peers import Ours, Peer, in_a_row
 
 
 class Arrays(Peer):
@@ -30,17 +30,32 @@ class Arrays(Peer):
         return "has no causal mask" if "causal" in case.fused else None
 
 
-class OursInJax(Arrays, Ours):
+class Programs(Arrays):
+    """A library of whose function XLA makes a program."""
+
+    def prepare(self, case: Case) -> Function:
+        """The library's function for the case, compiled."""
+        return bridge.on_tensors(self.function(case))
+
+    def repeated(self, case: Case) -> Function:
+        """One program that makes all calls of the case."""
+        return bridge.on_tensors(_program(self.function(case), case.calls))
+
+    def function(self, case: Case) -> Function:
+        """The library's function of arrays for the case."""
+        raise NotImplementedError
+
+
+class OursInJax(Programs, Ours):
     """Our library for JAX: its public functions, and its gradients without autodiff."""
 
     framework = "jax"
 
-    def copy(self, x: Any) -> Function:
-        """JAX's copy."""
+    def copy(self, x: Any, calls: int = 1) -> Function:
+        """JAX's copy; XLA would leave out copies of copies, so several of them are sums with 1."""
         import jax.numpy as jnp
 
-        copy = bridge.on_tensors(jnp.copy)
-        return lambda: copy(x)
+        return bridge.on_tensors(jnp.copy if calls == 1 else _program(lambda a: a + 1, calls))
 
     def own(self, case: Case) -> Function:
         """The same as the yardstick: other libraries are judged with more slack, so one function serves both."""
@@ -66,30 +81,37 @@ class OursInJax(Arrays, Ours):
 
         return bridge.on_tensors(widened)
 
-    def prepare(self, case: Case) -> Function:
+    def function(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
         if case.declaration.backward:
-            return bridge.on_tensors(partial(_gradient, case, Choice(self.backend, self.strategy)))
+            return partial(_gradient, case, Choice(self.backend, self.strategy))
         from ...jax import functions as ours
 
         forced = {"backend": self.backend, "strategy": self.strategy}
         forced |= {"reduction": case.reduction} if case.reduction else {}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
         if case.with_gradient or case.declaration.has_target:
-            return bridge.on_tensors(called(case, function))
+            return called(case, function)
         options, names = case.option_values, {"mask": "where"}
         beside = [names.get(name, name) for name in case.option_tensors]
-        return bridge.on_tensors(lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True))))
+        return lambda x, *more: function(x, **options, **dict(zip(beside, more, strict=True)))
 
 
-class JaxNN(Arrays):
+class JaxNN(Programs):
     """`jax.nn`, compiled by XLA."""
 
     name, distribution = "jax.nn", "jax"
 
-    def prepare(self, case: Case) -> Function:
+    def function(self, case: Case) -> Function:
         """Its function, after the scores in elementary operations; for a gradient, the formula of its own rule."""
-        return bridge.on_tensors(_of_jax_nn(case))
+        return _of_jax_nn(case)
+
+
+def _program(function: Function, calls: int) -> Function:
+    """Calls of a function of arrays, each of the result of the one before, which XLA does not make one operation."""
+    import jax
+
+    return in_a_row(function, calls, between=jax.lax.optimization_barrier)
 
 
 def _of_jax_nn(case: Case) -> Function:

@@ -65,6 +65,10 @@ class Peer:
         """The library's function for the case."""
         raise NotImplementedError
 
+    def repeated(self, case: Case) -> Function:
+        """The function that makes all calls of the case."""
+        return in_a_row(self.prepare(case), case.calls)
+
     def returns(self, case: Case) -> Case:
         """The case whose results the call returns: those of one process may be a part."""
         return case
@@ -101,10 +105,9 @@ class Ours(Peer):
         """The tensors as they are: ours keeps per-row outputs in the accumulator's dtype."""
         return inputs
 
-    def copy(self, x: Any) -> Function:
-        """A call of the framework that copies a tensor."""
-        target = x.new_empty(x.shape)
-        return lambda: target.copy_(x)
+    def copy(self, x: Any, calls: int = 1) -> Function:
+        """The function of a tensor with which the framework makes so many copies, one after the other."""
+        return x.new_empty(x.shape).copy_ if calls == 1 else in_a_row(lambda a: a.clone(), calls)
 
     def own(self, case: Case) -> Function:
         """The framework's own function."""
@@ -192,6 +195,18 @@ class Compiled(Torch):
     def prepare_out(self, case: Case) -> Function | None:
         """Nothing: a compiled function is called without `out=`."""
         return None
+
+
+def in_a_row(function: Function, calls: int, between: Function = lambda y: y) -> Function:
+    """Calls of a function, each of the result of the one before; the tensors beside the first stay the same."""
+
+    def all_calls(x: Any, *more: Any) -> Any:
+        y = function(x, *more)
+        for _ in range(calls - 1):
+            y = function(between(y), *more)
+        return y
+
+    return all_calls
 
 
 def public_function(case: Case, module: Any, given: dict[str, Any]) -> Function:

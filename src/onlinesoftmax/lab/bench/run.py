@@ -102,7 +102,13 @@ def _measure(
     # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
     # The copy is timed behind the usual flush, which its own writes balance.
     flush = Flush(() if case.writes_elements else tuple(checked.calls))
-    samples = clock.measure({**checked.calls, "copy": ours.copy(inputs[0])}, repeat_ms, flush)
+    calls: dict[str, Call] = {**checked.calls, "copy": partial(ours.copy(inputs[0], case.calls), inputs[0])}
+    if case.calls > 1:
+        whos = [peer for peer in everybody if peer.name in checked.calls]
+        calls |= {peer.name: partial(peer.repeated(case), *peer.arguments(case, inputs)) for peer in whos}
+    samples = {
+        who: [us / case.calls for us in of_all] for who, of_all in clock.measure(calls, repeat_ms, flush).items()
+    }
     copy = Times.of(samples["copy"])
     copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
     why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
