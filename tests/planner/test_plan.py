@@ -355,3 +355,15 @@ def test_the_plans_that_were_fastest_on_two_gpus(
 ) -> None:
     """Strategies that were faster than the others by a tenth for shards of 8192 rows on two H200s."""
     assert plan(sharded(operation, 8192, cols, outputs), H200, table=table_for(H200)).strategy == strategy
+
+
+@pytest.mark.parametrize(
+    ("exponent", "dtype", "strategy"),
+    [(18, "float32", "cluster"), (19, "bfloat16", "cluster"), (19, "float32", "split"), (20, "bfloat16", "split")],
+)
+def test_sixteen_blocks_do_not_read_two_megabytes_alone(exponent: int, dtype: str, strategy: str) -> None:
+    """In JAX, one row of 2 MB takes 20 us in a cluster; one of 4 MB takes 14 in programs on all multiprocessors."""
+    problem = Problem("softmax", 1, 1 << exponent, dtype)
+    for gpu in ("h100", "h200"):
+        (found, *_) = sorted(plans(problem, known(gpu), FOR_JAX, measured=True), key=lambda o: o.rank_us)
+        assert (found.backend, found.strategy) == ("pallas", strategy)
