@@ -6,9 +6,11 @@ This file imports neither JAX nor torch at once, so that processes without conft
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -53,6 +55,29 @@ def share_context() -> None:
         from jax._src.interpreters import mlir
 
         mlir.make_ir_context = cache(mlir.make_ir_context)
+
+
+def name_partitions() -> None:
+    """Let later runs find partitioned programs in the folder of compiled programs.
+
+    A partitioned program holds the address of a Python callback, which is another one in every process.  Here it holds
+    a name, which changes with the package: functions of the package run in the callback.
+    """
+    if is_checked():
+        from jax._src import custom_partitioning
+
+        import onlinesoftmax
+
+        package = Path(onlinesoftmax.__file__).parent
+        code = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(package.rglob("*.py")))).hexdigest()
+        numbers: Counter[str] = Counter()
+
+        def name_of(_: object) -> str:
+            test = os.environ["PYTEST_CURRENT_TEST"]
+            numbers[test] += 1
+            return f"{code} {test} {numbers[test]}"
+
+        custom_partitioning.id = name_of
 
 
 def check(names: Sequence[str], environment: dict[str, str]) -> None:

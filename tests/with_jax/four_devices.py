@@ -46,6 +46,7 @@ import onlinesoftmax.jax as osj
 gc.freeze()
 gc.set_threshold(100000, 20, 20)
 fast_xla.share_context()
+fast_xla.name_partitions()
 
 
 @pytest.mark.parametrize(
