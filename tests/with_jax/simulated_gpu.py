@@ -42,10 +42,10 @@ class Host:
         teams, team, _, _, cluster, together = launch.config
 
         def start(addresses: Sequence[int], stream: int) -> None:
-            for size, address in zip(reversed(launch.mail), reversed(addresses), strict=False):
-                ctypes.memset(address, launch.empty, size)
+            if launch.mail:
+                ctypes.memset(addresses[-1], launch.empty, launch.mail_bytes)
             values = np.frombuffer(bytearray(launch.values), np.uint64)
-            values[list(launch.fields)] = addresses
+            values[list(launch.fields)] = launch.with_mail(addresses)
             kernel.run(ctypes.c_void_p(values.ctypes.data), teams, team, teams * team if together else cluster)
 
         return start

@@ -284,6 +284,15 @@ def test_the_text_of_a_launch() -> None:
     assert launch.text()[:32] != launch._replace(values=bytes(24)).text()[:32]
 
 
+def test_the_last_result_has_all_mailboxes() -> None:
+    launch = Launch("row_kernel", (0, 1, 40), (64,), (3, 1, 128, 0, 2, True), b"", b"")
+    assert (launch.mail_bytes, launch.with_mail([5, 6, 4096])) == (128, [5, 6, 4096])
+    two = launch._replace(mail=(8, 1024))
+    assert (two.mail_bytes, two.with_mail([5, 6, 4096])) == (128 + 1024, [5, 6, 4096, 4096 + 128])
+    none = launch._replace(mail=())
+    assert (none.mail_bytes, none.with_mail([5, 6])) == (0, [5, 6])
+
+
 def test_versions_of_the_interface() -> None:
     found = xla_handler.interface()
     assert found is not None

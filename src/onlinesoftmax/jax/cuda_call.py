@@ -110,8 +110,9 @@ def run_own(
 
 def _called(launch: xla_handler.Launch, operands: Mapping[str, Array], results: Mapping[str, Any]) -> Values:
     """The results of a launch, whose fields are those of the operands, the results and the mailboxes."""
-    # The mailboxes are results, and so memory of this call alone.  XLA has no 64-bit types by default.
-    boxes = [jax.ShapeDtypeStruct((size // 4,), jnp.int32) for size in launch.mail]
+    # The mailboxes are a result, and so memory of this call alone.  XLA has no 64-bit types by default.
+    size = launch.mail_bytes // 4
+    boxes = [jax.ShapeDtypeStruct((size,), jnp.int32)] if size else []
     register()
     kernel = jax.ffi.ffi_call(TARGET, [*results.values(), *boxes])
     return dict(zip(results, kernel(*operands.values(), launch=launch.text()), strict=False))

@@ -25,6 +25,7 @@ from contextlib import suppress
 from ctypes import c_int32, c_uint64, c_void_p
 from functools import cache
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,9 @@ COMMAND_BUFFER_COMPATIBLE = 1
 
 INTERNAL = 13
 """XLA_FFI_Error_Code of an internal error."""
+
+LINE = 128
+"""Bytes of a cache line; a mailbox begins with one."""
 
 KEY = 32
 """Characters of a digest with which the text of a launch begins."""
@@ -107,8 +111,9 @@ class Launch(NamedTuple):
 
     Attributes:
         name: Name of the kernel.
-        fields: Field of `Params` for the address of each operand, and then of each result.
-        mail: Bytes of each mailbox, memory by which blocks of the kernel exchange words: the last results.
+        fields: Field of `Params` for the address of each operand, of each result, and of each mailbox.
+        mail: Bytes of each mailbox, memory by which blocks of the kernel exchange words.  The last result has all of
+            them, one after the other, because it is emptied at once.
         config: Arguments of `driver.launch_config`: teams, team, threads, bytes of dynamic shared memory, blocks of a
             cluster, and True for a cooperative launch.
         values: `Params`, with zeros for the addresses.
@@ -124,6 +129,18 @@ class Launch(NamedTuple):
     cubin: bytes
     empty: int = 0xFF
 
+    @property
+    def mail_bytes(self) -> int:
+        """Bytes of all mailboxes together."""
+        return sum(_to_whole_lines(size) for size in self.mail)
+
+    def with_mail(self, addresses: Sequence[int]) -> Sequence[int]:
+        """The addresses of operands, results and mailboxes from those of the operands and of all results."""
+        if len(self.mail) < 2:
+            return addresses
+        *given, first = addresses
+        return [*given, *accumulate(map(_to_whole_lines, self.mail[:-1]), initial=first)]
+
     def text(self) -> str:
         """The launch as ASCII text that begins with its digest."""
         head = json.dumps([self.name, self.fields, self.mail, self.config, self.empty, len(self.values)])
@@ -138,6 +155,10 @@ class Launch(NamedTuple):
         name, fields, mail, config, empty, size = json.loads(head)
         code = zlib.decompress(base64.b64decode(body))
         return cls(name, tuple(fields), tuple(mail), tuple(config), code[:size], code[size:], empty)
+
+
+def _to_whole_lines(size: int) -> int:
+    return -(-size // LINE) * LINE
 
 
 Start = Callable[[Sequence[int], int], None]
@@ -288,22 +309,20 @@ def load(launch: Launch, device: int) -> Start:
     def new_call(index: int) -> driver.Arguments:
         return driver.Arguments(launch.values, driver.launch_config(*launch.config), function)
 
-    pool, places, mail, empty = driver.ArgumentPool(new_call), launch.fields, launch.mail, launch.empty
+    pool, places, size, empty = driver.ArgumentPool(new_call), launch.fields, launch.mail_bytes, launch.empty
     take, give_back = pool.take, pool.give_back
     library = driver.library_for_xla()
     launch_kernel, fill = library.cuLaunchKernelEx, library.cuMemsetD8Async
 
     def enqueue(addresses: Sequence[int], stream: int, call: driver.Arguments) -> int:
         """Empty the mailboxes and launch the kernel; the status of the first call that fails, or 0."""
-        status = 0
-        for size, address in zip(mail, addresses[len(addresses) - len(mail) :], strict=True):
-            status = status or fill(address, empty, size, stream)
+        status = fill(addresses[-1], empty, size, stream) if size else 0
         return status or launch_kernel(*call.addresses)
 
     def start(addresses: Sequence[int], stream: int) -> None:
         call = take(device)
         fields = call.fields
-        for place, address in zip(places, addresses, strict=True):
+        for place, address in zip(places, launch.with_mail(addresses), strict=True):
             fields[place] = address
         call.config.stream = stream
         status = enqueue(addresses, stream, call)
