@@ -59,12 +59,9 @@ def configuration(request: Request) -> tuple[int, int, int, int, int, bool]:
 
 
 def mail_words(request: Request) -> dict[str, int]:
-    """Number of 64-bit words, EMPTY before and after a launch, by field; a power of two.
-
-    Calls with other numbers of rows then share mailboxes.
-    """
+    """Number of 64-bit words, EMPTY before and after a launch, by field."""
     words = {MAIL: team_mail_words(request), LOSS_MAIL: loss_mail_words(request)}
-    return {field: 1 << (count - 1).bit_length() for field, count in words.items() if count}
+    return {field: count for field, count in words.items() if count}
 
 
 def filled_in(request: Request) -> list[str]:

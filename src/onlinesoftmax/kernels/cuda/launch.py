@@ -31,7 +31,9 @@ def bind(request: Request) -> Run:
     x_field, y_field = (FIELD_OF_POINTER[name] for name in ("x", request.task.outputs[0]))
     tensors = tuple((FIELD_OF_POINTER[name], name) for name in arguments.filled_in(request))
     numbers = tuple((FIELD[name], name) for name in NUMBERS if name in request.task.numbers)
-    mail = tuple((FIELD_OF_POINTER[name], count) for name, count in arguments.mail_words(request).items())
+    # Mailboxes have a power of two of words, so that calls with other numbers of rows share them.
+    words = {name: 1 << (count - 1).bit_length() for name, count in arguments.mail_words(request).items()}
+    mail = tuple((FIELD_OF_POINTER[name], count) for name, count in words.items())
     part = request.task.part
     # A gradient that is given the states of whole rows exchanges nothing.
     shards = part.mail if part is not None and request.operation.reduces else None

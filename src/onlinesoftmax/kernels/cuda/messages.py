@@ -75,7 +75,10 @@ def team_mail_words(request: Request) -> int:
     plan = request.plan
     if plan.strategy != "grid" or not request.operation.reduces:
         return 0
-    words = 2 * SLOTS * plan.splits * message_packets(request)
+    # A team that is alone leaves the last slots unused if it has few rows; it loads the first two ahead of its rows.
+    alone = plan.programs == plan.splits and not plan.kernel
+    slots = min(SLOTS, max(2, request.task.rows)) if alone else SLOTS
+    words = 2 * slots * plan.splits * message_packets(request)
     if plan.kernel:
         # In whole cache lines, as in team_board.cuh: messages, the count of each slot, `done`, and `tile_counter`.
         of_team = (-(-words // LINE_WORDS) + SLOTS + 2) * LINE_WORDS
