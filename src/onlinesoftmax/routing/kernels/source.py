@@ -283,9 +283,9 @@ def numbers_of(shape: Shape, rule: Rule, stride: int, tokens: int, parts: int) -
 def words_of(shape: Shape, rule: Rule, sequences: int, parts: int) -> int:
     """64-bit words by which the blocks of the sequences add up their sums; 0 before and after a launch."""
     sums = len(shape.flags & {"COUNTS", "PROB_SUMS"})
-    # Behind the words of counts and sums are a ticket, and a number of each block (sums.cuh).
-    words = sums * rule.experts + 1 + ("LOSSES" in shape.flags) * parts
-    return sequences * words if parts > 1 and sums else 0
+    # sums.cuh has their places.  Behind them are a ticket, and a number of each block.
+    words = -(-sums * rule.experts // 4) * (4 if shape.team > 32 else 16) + 1 + ("LOSSES" in shape.flags) * parts
+    return sequences * -(-words // 16) * 16 if parts > 1 and sums else 0
 
 
 def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int, parts: int) -> OwnLaunch:

@@ -4,6 +4,12 @@
 // does not matter.  Of lse^2, each block writes its float32 sum to a word of its own, and the words are added in a fixed
 // order.
 
+// Item i has the word place_of_item(i).  Adjacent experts would share lines of L2, which adds one word after another; so
+// four words share a line.
+constexpr int LINES = TEAM > 32 ? 1 : 4;
+__device__ inline int place_of_item(int item) { return item / 4 * (4 * LINES) + item % 4; }
+__device__ inline int64 words_of_items(int items) { return (items + 3) / 4 * (4 * LINES); }
+
 // Bits of a word: 0 to 43 the count or the sum, for which the host chooses the unit (numbers_of in source.py); 44 to 53 the
 // number of blocks with a NaN; 54 to 63, without a ticket, the number of blocks that have added.  There are at most 1,023
 // blocks.
@@ -76,14 +82,14 @@ __device__ inline void write_sums(
     };
     const int items = (COUNTS + PROB_SUMS) * experts, parts = int(p.parts);
     uint64* const words = p.words + sequence * p.sequence_words;
-    uint64* const ticket = words + items;
+    uint64* const ticket = words + words_of_items(items);
     if (threadIdx.x % TEAM) square = 0;
     if (TICKET && parts > 1) {
         // Words that get 0 are left out: a block has tokens of few of many experts.
 #pragma unroll 1
         for (int item = threadIdx.x; item < items; item += THREADS) {
             const uint64 own = own_word(item);
-            if (own) add_to_word(words + item, own);
+            if (own) add_to_word(words + place_of_item(item), own);
         }
         __shared__ float of_warps[WARPS];
         __shared__ int is_last;
@@ -108,7 +114,7 @@ __device__ inline void write_sums(
                 const int item = first + i * THREADS;
                 if (item >= items) break;
                 const uint64 own = own_word(item) + BLOCK;
-                all[i] = add_and_look(words + item, own) + own;
+                all[i] = add_and_look(words + place_of_item(item), own) + own;
             }
 #pragma unroll
             for (int i = 0; i < WORDS; ++i) {
@@ -117,7 +123,7 @@ __device__ inline void write_sums(
                 if (item >= items || all[i] / BLOCK != parts) continue;
                 if (COUNTS && (!PROB_SUMS || item < experts)) p.counts[sequence * experts + item] = int(unsigned(all[i]));
                 else p.prob_sums[sequence * experts + item - COUNTS * experts] = sum_of_word(p, all[i]);
-                put_word(words + item, 0);
+                put_word(words + place_of_item(item), 0);
             }
         }
         return;
@@ -129,7 +135,7 @@ __device__ inline void write_sums(
     };
     write_results(
         p, sequence, counts,
-        [&](int item) { return TICKET && parts > 1 ? take(words + item) : own_word(item); },
+        [&](int item) { return TICKET && parts > 1 ? take(words + place_of_item(item)) : own_word(item); },
         [&] {
             if (parts == 1) return square;
             float sum = 0;
