@@ -202,7 +202,7 @@ def choose_experts(rule: Rule, folder: Path) -> None:
     """Run the kernel that routes, on several tokens of each team, of two blocks of a sequence."""
     tokens, experts, k = 80, rule.experts, rule.k
     flags = frozenset({"COUNTS", "PROB_SUMS", *({"GROUPED", "SCORED_GROUPS"} if rule.groups > 1 else {"LOSSES"})})
-    shape = routing.shape_of(rule, "float32", 4, flags, tokens, 1, KNOWN["h100"])
+    shape = routing.shape_of(rule, "float32", 4, flags, 1 << 20, 1, KNOWN["h100"])
     assert shape is not None
     shape = shape._replace(threads=64)
     arrays: dict[str, Any] = {

@@ -76,6 +76,17 @@ def test_groups_of_adjacent_lanes(
         check(call, folder)
 
 
+@pytest.mark.parametrize(
+    ("experts", "k", "options"),
+    [(8, 2, {}), (64, 6, {"renormalize": False}), (256, 8, {"score": "sigmoid", "groups": 8, "group_k": 4}),
+     (384, 8, {}), (60, 29, {"order": "topk_first"}), (160, 16, {"score": "sigmoid"})],
+)  # fmt: skip
+def test_more_lanes_share_one_of_few_tokens(experts: int, k: int, options: dict[str, Any], folder: Path) -> None:
+    x = torch.cat([hard_rows(experts), logits(24, experts)])
+    bias = a_bias(experts) if "groups" in options else None
+    check(a_call(x, k, bias=bias, mask=torch.arange(40) % 7 != 3, **options), folder, device=KNOWN["h100"])
+
+
 def test_equal_keys_of_a_token_that_a_block_shares(folder: Path) -> None:
     check(a_call(logits(6, 1200).round(), 6), folder)
 

@@ -184,6 +184,10 @@ def shape_of(
     """
     experts, k = rule.experts, rule.k
     team, chunks = team_of(experts, width, MOST_ITEMS if flags.isdisjoint({"HAS_BIAS", "GROUPED"}) else MOST_ITEMS // 2)
+    # Few tokens are spread over more lanes, which have fewer instructions each, and over more multiprocessors.
+    count, room = sequences * tokens, device.multiprocessors * THREADS
+    while chunks > 1 and team < 32 and 2 * team * count <= room:
+        team, chunks = 2 * team, -(-chunks // 2)
     heads = 1
     # The more maxima, the fewer experts reach the k-th one; but they have to be sorted.
     while heads < min(8, chunks * width // 2) and 2 * team * heads < 5 * k:
@@ -194,9 +198,7 @@ def shape_of(
     most = 1 << (experts - 1).bit_length()
     capacity = min(max(16, 1 << (2 * k - 1).bit_length()), max(most, 4))
     many = many_threads(k, width, team, chunks, flags)
-    # Few tokens are spread over more multiprocessors.
-    few = sequences * tokens * team <= device.multiprocessors * THREADS
-    threads = team if team > 32 else THREADS if few else many
+    threads = team if team > 32 else THREADS if team * count <= room else many
     while threads % max(team, 32) == 0:
         resident = max(many // threads, 1)
         shape = Shape(
