@@ -6,9 +6,11 @@
 // Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts.
 
 // Writes the results of a token that is `inside` its sequence, and counts its experts.  Returns true if it is valid.
+//
+// `sum` is the sum of the lane's terms, and becomes that of all.
 __device__ inline bool write_token(
-    const Route& p, int64 token, bool inside, bool valid, const X* row, const uint64* keys, float m, float lse,
-    int* counts, Board& board
+    const Route& p, int64 token, bool inside, bool valid, const X* row, const uint64* keys, float m, float& sum,
+    float& lse, int* counts, Board& board
 ) {
     const float scale = __uint_as_float(unsigned(p.scale_bits));
     const auto load = [&](int j) {
@@ -33,12 +35,13 @@ __device__ inline bool write_token(
         chosen.each([&](const Chosen& one, int) { peak = one.excluded ? peak : fmax(peak, one.x); });
         shift = shift_of(fold_team<Maximum>(peak, board));
     }
-    float sum = 0;
-    if (RENORMALIZE) {
-        chosen.each([&](const Chosen& one, int) { sum += score_of(one, shift, lse); });
-        sum = fold_team<Sum>(sum, board);
-    }
-    const float divisor = RENORMALIZE && sum != 0 ? sum : 1;
+    // Scores that are divided by their sum need no lse, so that both sums travel between the lanes at the same time.
+    float of_chosen = 0;
+    if (RENORMALIZE) chosen.each([&](const Chosen& one, int) { of_chosen += score_of(one, shift, 0); });
+    sum = fold_team<Sum>(sum, board);
+    if (RENORMALIZE) of_chosen = fold_team<Sum>(of_chosen, board);
+    lse = m + log_of_sum(sum);
+    const float divisor = RENORMALIZE && of_chosen != 0 ? of_chosen : 1;
     if (!inside) return false;
     float* const weights = p.weights + token * K;
     int* const indices = p.indices + token * K;
@@ -108,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
         const int64 token = sequence * tokens + min(place, tokens - 1);
         const bool inside = place < tokens;
         const X* const row = p.x + token * p.stride;
-        float z[ITEMS], m = -INF, sum = 0;
+        float z[ITEMS], m = -INF, sum = 0, lse;
         load_row(z, row, experts, -INF);
         constexpr int LINE = 128 / sizeof(X);   // for each lane
         if (PREFETCH && place + step < tokens && int(threadIdx.x) % TEAM * LINE < experts)
@@ -133,9 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
             if (SCORE == Score::SOFTMAX) z[i] = term;
             else if (PROB_SUMS) z[i] = z[i] == -INF ? 0 : score(z[i]);
         }
-        sum = fold_team<Sum>(sum, board);
-        const float lse = m + log_of_sum(sum);
-        valid = write_token(p, token, inside, valid, row, chosen, m, lse, counts, board);
+        valid = write_token(p, token, inside, valid, row, chosen, m, sum, lse, counts, board);
         if (LOSSES && valid) square = fma(lse, lse, square);
         if (PROB_SUMS) add_probabilities(z, sum, items, sums, valid, row, board);
         sync_team();   // before the list is overwritten
