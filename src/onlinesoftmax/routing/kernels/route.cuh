@@ -45,10 +45,16 @@ __device__ inline bool write_token(
     if (!inside) return false;
     float* const weights = p.weights + token * K;
     int* const indices = p.indices + token * K;
+    Chunk<float, TOGETHER> some_weights;
+    Chunk<int, TOGETHER> some_indices;
     chosen.each([&](const Chosen& one, int j) {
-        weights[j] = valid && !one.excluded ? score_of(one, shift, lse) / divisor * scale : 0;
-        indices[j] = valid ? one.expert : -1;
+        const int i = j % TOGETHER;
+        some_weights.at[i] = valid && !one.excluded ? score_of(one, shift, lse) / divisor * scale : 0;
+        some_indices.at[i] = valid ? one.expert : -1;
         if (COUNTS && valid && one.expert >= 0) atomicAdd(&counts[one.expert], 1);
+        if (i < TOGETHER - 1) return;
+        store<TOGETHER, CachePolicy::NORMAL>(weights + j - i, some_weights, 1);
+        store<TOGETHER, CachePolicy::NORMAL>(indices + j - i, some_indices, 1);
     });
     if (threadIdx.x % TEAM == 0) p.lse[token] = valid ? lse : 0;
     return valid;

@@ -3,6 +3,9 @@
 // The chosen experts that a lane has, and whether it keeps them in registers.
 constexpr int OWN = (K + TEAM - 1) / TEAM, KEPT = OWN <= 4 ? OWN : 1;
 
+// Adjacent places that a lane has, for stores of all of them at once.
+constexpr int TOGETHER = KEPT < OWN ? 1 : OWN % 4 == 0 && K % 4 == 0 ? 4 : OWN % 2 == 0 && K % 2 == 0 ? 2 : 1;
+
 struct Chosen {
     float x;
     int expert;      // -1 for none
@@ -18,7 +21,9 @@ template <class Load> struct ChosenExperts {
     const Load& load;
     Chosen kept[KEPT];
 
-    __device__ static inline int place(int i) { return i * TEAM + int(threadIdx.x) % TEAM; }
+    __device__ static inline int place(int i) {
+        return int((i / TOGETHER * TEAM + threadIdx.x % TEAM) * TOGETHER + i % TOGETHER);
+    }
     __device__ inline ChosenExperts(const Load& load) : load(load) {
         if constexpr (KEPT == OWN)
 #pragma unroll
