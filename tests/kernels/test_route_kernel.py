@@ -87,6 +87,22 @@ def test_more_lanes_share_one_of_few_tokens(experts: int, k: int, options: dict[
     check(a_call(x, k, bias=bias, mask=torch.arange(40) % 7 != 3, **options), folder, device=KNOWN["h100"])
 
 
+@pytest.mark.parametrize(("experts", "k"), [(96, 6), (96, 8), (128, 3), (160, 5), (256, 8), (384, 12)])
+def test_few_experts_reach_the_threshold_of_a_list(experts: int, k: int) -> None:
+    """A warp takes the slow way if one of its tokens has more of them than lanes rank at once (choose.cuh)."""
+    rule = a_call(logits(1, experts), k).rule
+    shape = source.shape_of(rule, "float32", 4, frozenset({"COUNTS"}), 1 << 20, 1, KNOWN["h100"])
+    assert shape is not None
+    expert, x = torch.arange(experts), logits(2000, experts)
+    lane, item = expert // 4 % shape.team, expert // (4 * shape.team) * 4 + expert % 4
+    maxima = torch.full((2000, shape.team * shape.heads), -torch.inf)
+    maxima.scatter_reduce_(1, (lane * shape.heads + item % shape.heads).expand(2000, -1), x, "amax")
+    length = 1 << (k - 1).bit_length()
+    reached = (x >= maxima.sort(1, descending=True).values[:, length - 1 : length]).sum(1)
+    at_once = -(-(3 * length // 2) // shape.team) * shape.team
+    assert (reached > min(at_once, shape.capacity)).float().mean() < 0.01
+
+
 def test_equal_keys_of_a_token_that_a_block_shares(folder: Path) -> None:
     check(a_call(logits(6, 1200).round(), 6), folder)
 

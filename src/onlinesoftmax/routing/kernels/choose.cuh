@@ -1,9 +1,9 @@
 // The list of the experts of a token that may be chosen, which is sorted.
 
-// A short list is rarely longer than three halves of K.  A lane with few keys of it packs them into words of 32 bits and
-// ranks all at once.  With more keys, loops over words of 64 bits are less code: 65536 x 64 with K = 6 took 16
-// microseconds with them, and 20 with packed keys, on an H100.
-constexpr int UNIT = TEAM < 4 ? 4 : TEAM, AT_ONCE_KEYS = (3 * K / 2 + UNIT - 1) / UNIT * UNIT;
+// A short list is rarely longer than three halves of LENGTH.  A lane with few keys of it packs them into words of 32 bits and
+// ranks all at once.  With more keys, loops over words of 64 bits are less code: with six keys of a lane they took 0.8 of the
+// time on an H100.
+constexpr int UNIT = TEAM < 4 ? 4 : TEAM, AT_ONCE_KEYS = (3 * LENGTH / 2 + UNIT - 1) / UNIT * UNIT;
 constexpr int EACH = AT_ONCE_KEYS / TEAM;
 constexpr bool PACKED = SHORT && EACH <= 4;
 
@@ -77,7 +77,7 @@ __device__ inline void rank_list(const TeamMemory& memory, int count, const Word
 
 // Writes the first K of `count` different keys of 64 bits to the places of their ranks; the key after them is 0.
 __device__ inline void rank_words(const TeamMemory& memory, int count) {
-    constexpr int EACH = (3 * K / 2 + TEAM - 1) / TEAM;
+    constexpr int EACH = (3 * LENGTH / 2 + TEAM - 1) / TEAM;
 #pragma unroll 1
     for (int first = threadIdx.x % TEAM; first < count; first += EACH * TEAM) {
         uint64 own[EACH];

@@ -86,9 +86,9 @@ __device__ inline void add_probabilities(
         if (items >> i & 1) sums[i] += z[i] * factor;
 }
 
-// True where the next row of a lane comes into L2 meanwhile.  At 2^20 x 128 on an H100, that takes 0.90 of the time with
-// sums of probabilities and 0.97 with bfloat16, but 1.03 with float32 alone.
-constexpr bool PREFETCH = PROB_SUMS || sizeof(X) == 2;
+// True where the next row of a lane comes into L2 meanwhile, if there are many.  With float32, that takes 0.96 of the time
+// at 2^20 x 128 on an H100, but 1.07 at 2^18 x 256.
+constexpr bool PREFETCH = PROB_SUMS || sizeof(X) == 2 || TEAM * ITEMS * sizeof(X) <= 512;
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(const __grid_constant__ Route p) {
     extern __shared__ uint4 memory[];
@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
         float z[ITEMS], m = -INF, sum = 0, lse;
         load_row(z, row, experts, -INF);
         constexpr int LINE = 128 / sizeof(X);   // for each lane
-        if (PREFETCH && place + step < tokens && int(threadIdx.x) % TEAM * LINE < experts)
+        if (PREFETCH && tokens > 3 * step && place + step < tokens && int(threadIdx.x) % TEAM * LINE < experts)
             prefetch(row + step * p.stride + threadIdx.x % TEAM * LINE);
         bool valid = inside && (!MASKED || p.mask[token]);
         const uint64* chosen = nullptr;

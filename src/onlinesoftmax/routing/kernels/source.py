@@ -183,14 +183,19 @@ def shape_of(
         device: Where the kernel is to run.
     """
     experts, k = rule.experts, rule.k
-    team, chunks = team_of(experts, width, MOST_ITEMS if flags.isdisjoint({"HAS_BIAS", "GROUPED"}) else MOST_ITEMS // 2)
+    plain = flags.isdisjoint({"HAS_BIAS", "GROUPED"})
+    team, chunks = team_of(experts, width, MOST_ITEMS if plain else MOST_ITEMS // 2)
+    # 2^20 x 128 took 0.92 of the time with 8 lanes, but 1.02 with k = 2, x 96 1.03, and in bfloat16 1.25 (H100).
+    if plain and width == 4 and team == 4 and chunks > 6 and k > team:
+        team, chunks = 2 * team, -(-chunks // 2)
     # Few tokens are spread over more lanes, which have fewer instructions each, and over more multiprocessors.
     count, room = sequences * tokens, device.multiprocessors * THREADS
     while chunks > 1 and team < 32 and 2 * team * count <= room:
         team, chunks = 2 * team, -(-chunks // 2)
-    heads = 1
-    # The more maxima, the fewer experts reach the k-th one; but they have to be sorted.
-    while heads < min(8, chunks * width // 2) and 2 * team * heads < 5 * k:
+    # The more maxima, the fewer experts reach the threshold; but they have to be sorted.  Sorted lists have a power of
+    # two of them, of which the last one is the threshold.
+    heads, length = 1, 1 << (k - 1).bit_length()
+    while heads < min(8, chunks * width // 2) and 2 * team * heads < 5 * length:
         heads *= 2
     if k > FEW or (experts > 2 * FEW and 2 * k > team * heads):
         heads = 0
@@ -218,10 +223,13 @@ def many_threads(k: int, width: int, team: int, chunks: int, flags: frozenset[st
     if 3 * k > 8 * team or ("PROB_SUMS" in flags and items > MOST_ITEMS // 2):
         return 512
     if "PROB_SUMS" in flags:
-        # 65536 x 256 in 8 groups took 0.91 of the time with more threads on an H100; 16-bit logits need more registers.
-        return 640 if width <= 4 else 512
-    # 65536 x 384 in bfloat16 took 0.95 of the time with more threads; 65536 x 256, with 32 logits a lane, took 1.03.
-    return 896 if plain and width > 4 and items <= MOST_ITEMS * 3 // 4 else MANY_THREADS
+        # 65536 x 256 in 8 groups took 0.91 of the time with more threads on an H100, and 2^20 x 128 0.97, with 768 of
+        # them; 16-bit logits need more registers.
+        return 512 if width > 4 else MANY_THREADS if plain and team == 8 else 640
+    # With more threads on an H100, 65536 x 384 took 0.97 of the time, in bfloat16 0.95, and x 128 0.95 and 0.91; but
+    # x 256, with 32 logits a lane, took 1.02 and 1.05.
+    fewer = items <= MOST_ITEMS * 3 // 4 and (width > 4 or team >= 8)
+    return 896 if plain and (fewer or (width > 4 and team == 4)) else MANY_THREADS
 
 
 def parts_of(shape: Shape, tokens: int, sequences: int, device: Device) -> int:
