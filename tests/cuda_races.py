@@ -73,7 +73,7 @@ REMOVED_BARRIERS = (
 """Kernels, and barriers that they need: the first such statement of a file."""
 
 
-ROUTING = "route", "route by long lists", "gradient of route", "z-loss of route"
+ROUTING = "route", "route by long lists", "route by a network", "gradient of route", "z-loss of route"
 """Kernels of routing."""
 
 
@@ -114,6 +114,8 @@ def run_kernel(kernel: str, name: str, folder: Path, asks: Sequence[Ask] = ASKS)
         return choose_experts(RULE, folder)
     if kernel == "route by long lists":
         return choose_experts(LONG_LISTS, folder)
+    if kernel == "route by a network":
+        return choose_experts(SORTED_KEYS, folder)
     if kernel == "z-loss of route":
         return add_squares(folder)
     if kernel == "gradient of route":
@@ -194,8 +196,11 @@ def list_largest(folder: Path) -> None:
 RULE = checked_rule("route", 48, 4, "softmax", "score_first", (4, 2, "top2_sum"), True, 1.0)
 """A rule with groups of experts."""
 
-LONG_LISTS = checked_rule("route", 64, 6, "softmax", "score_first", (None, None, "top2_sum"), True, 1.0)
-"""A rule for which two lanes share a token, so that its list is not packed."""
+LONG_LISTS = checked_rule("route", 96, 12, "softmax", "score_first", (None, None, "top2_sum"), True, 1.0)
+"""A rule for which a lane ranks five keys, so that lists are not packed."""
+
+SORTED_KEYS = checked_rule("route", 64, 6, "softmax", "score_first", (None, None, "top2_sum"), True, 1.0)
+"""A rule for which a network sorts keys."""
 
 
 def choose_experts(rule: Rule, folder: Path) -> None:

@@ -87,6 +87,16 @@ def test_more_lanes_share_one_of_few_tokens(experts: int, k: int, options: dict[
     check(a_call(x, k, bias=bias, mask=torch.arange(40) % 7 != 3, **options), folder, device=KNOWN["h100"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (16, 1), (24, 3), (28, 8), (32, 4), (60, 5), (64, 8)])
+def test_a_network_sorts_few_experts(experts: int, k: int, dtype: torch.dtype, folder: Path) -> None:
+    """Each call has one kind of logits: a warp that has a hard token makes lists for all of its tokens."""
+    x = logits(32, experts)
+    near_ties = x.round() * (1 + torch.randint(-1, 2, x.shape, generator=torch.Generator().manual_seed(1)) * 2e-7)
+    for hard in (x, x.round(), x.round().abs() + 1, near_ties, -x.round().abs(), x.sign() * 0, x.clamp(max=0)):
+        check(a_call(hard.to(dtype), k), folder, 2)
+
+
 @pytest.mark.parametrize(("experts", "k"), [(96, 6), (96, 8), (128, 3), (160, 5), (256, 8), (384, 12)])
 def test_few_experts_reach_the_threshold_of_a_list(experts: int, k: int) -> None:
     """A warp takes the slow way if one of its tokens has more of them than lanes rank at once (choose.cuh)."""

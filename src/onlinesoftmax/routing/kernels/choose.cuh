@@ -141,6 +141,8 @@ __device__ inline const uint64* choose(
     Board& board, float& largest
 ) {
     const int lane = threadIdx.x % TEAM;
+    if constexpr (NETWORK)
+        if (choose_by_network(row, z, has_whole_chunks(int(p.experts)), memory, largest)) return memory.chosen;
     unsigned hits = 0;
     int count, at;
     if constexpr (HAS_BIAS || GROUPED) {

@@ -87,8 +87,8 @@ __device__ inline void add_probabilities(
 }
 
 // True where the next row of a lane comes into L2 meanwhile, if there are many.  With float32, that takes 0.96 of the time
-// at 2^20 x 128 on an H100, but 1.07 at 2^18 x 256.
-constexpr bool PREFETCH = PROB_SUMS || sizeof(X) == 2 || TEAM * ITEMS * sizeof(X) <= 512;
+// at 2^20 x 128 on an H100, but 1.07 at 2^18 x 256, and 1.03 at 2^18 x 64 by the network.
+constexpr bool PREFETCH = PROB_SUMS || sizeof(X) == 2 || (TEAM * ITEMS * sizeof(X) <= 512 && !NETWORK);
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(const __grid_constant__ Route p) {
     extern __shared__ uint4 memory[];

@@ -61,14 +61,19 @@ __device__ inline void order(float& a, float& b) {
     b = fmin(a, b), a = larger;
 }
 
+// Sorts eight numbers, the largest first, by a network of order(a, b).
+template <class Order> __device__ inline void sort_eight(float* x, const Order& order) {
+    constexpr int PAIRS[][2] = {{0, 2}, {1, 3}, {4, 6}, {5, 7}, {0, 4}, {1, 5}, {2, 6}, {3, 7}, {0, 1}, {2, 3},
+                                {4, 5}, {6, 7}, {2, 4}, {3, 5}, {1, 4}, {3, 6}, {1, 2}, {3, 4}, {5, 6}};
+#pragma unroll
+    for (int i = 0; i < 19; ++i) order(x[PAIRS[i][0]], x[PAIRS[i][1]]);
+}
+
 // Sorts the heads, the largest first, by a network.
 __device__ inline void sort_heads(float (&heads)[HEADS]) {
-    constexpr int OF_8[][2] = {{0, 2}, {1, 3}, {4, 6}, {5, 7}, {0, 4}, {1, 5}, {2, 6}, {3, 7}, {0, 1}, {2, 3},
-                               {4, 5}, {6, 7}, {2, 4}, {3, 5}, {1, 4}, {3, 6}, {1, 2}, {3, 4}, {5, 6}};
     constexpr int OF_4[][2] = {{0, 2}, {1, 3}, {0, 1}, {2, 3}, {1, 2}};
     if constexpr (HEADS == 8) {
-#pragma unroll
-        for (int i = 0; i < 19; ++i) order(heads[OF_8[i][0]], heads[OF_8[i][1]]);
+        sort_eight(heads, [](float& a, float& b) { order(a, b); });
     } else if constexpr (HEADS == 4) {
 #pragma unroll
         for (int i = 0; i < 5; ++i) order(heads[OF_4[i][0]], heads[OF_4[i][1]]);

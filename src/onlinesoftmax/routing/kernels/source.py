@@ -28,8 +28,8 @@ SHARED = (
 FILES = (
     *SHARED,
     ("row/list_sort", cuda.__name__),
-    *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "choices", "select", "groups", "choose")),
-    *((name, str(__package__)) for name in ("sums", "route")),
+    *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "choices", "select", "groups", "network")),
+    *((name, str(__package__)) for name in ("choose", "sums", "route")),
 )
 """Files of the kernel, in the order of inclusion."""
 
