@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 NAMES = ("xla", "kernels", "nvrtc")
-"""Programs of JAX, CUDA kernels for the host, and NVRTC's logs."""
+"""Programs of JAX, CUDA kernels for the host, and NVRTC's logs, checks and listings."""
 
 SECONDS = 7 * 24 * 3600
 """Age at which a file is removed."""

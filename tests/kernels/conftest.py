@@ -1,4 +1,4 @@
-"""Fixtures shared by the tests of this folder: folders for compiled kernels, and NVRTC without machine code."""
+"""Fixtures shared by the tests of this folder: folders for compiled kernels, and what NVRTC says of a source."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kept
 from cuda_machine import COMPILER
 from onlinesoftmax.core import cache as disk_cache
+from onlinesoftmax.kernels import report
 from onlinesoftmax.kernels.cuda import compile
+
+Compiler = Callable[[str, str], str]
+"""A function of a source and an architecture."""
 
 
 @pytest.fixture
@@ -27,37 +32,66 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     disk_cache.cache_folder.cache_clear()
 
 
-@pytest.fixture
-def check_in_compiler() -> Callable[[str], None]:
-    """A function that checks a source, its templates and its static assertions, without machine code."""
+def _kept(config: pytest.Config, ending: str, compiler: Callable[[str, str], str], *used: Any) -> Compiler:
+    """A function of a source and an architecture, whose results are kept for later runs; an error is not.
 
-    def check(source: str) -> None:
-        from cuda.core import Program, ProgramOptions
+    Args:
+        config: The options of this run.
+        ending: Ending of the files.
+        compiler: The function.
+        used: What it uses.  A change of its code, as of that of the function, computes all results again.
+    """
+    found = kept.folder(config, "nvrtc")
+    code = "".join(map(inspect.getsource, (compiler, *used)))
+    options = hashlib.sha256(code.encode()).hexdigest()[:8]
 
-        options = ProgramOptions(arch="sm_90", std=compile.STANDARD, fdevice_syntax_only=True)
-        Program(source, "c++", options).compile("cubin")
+    def result_of(source: str, arch: str) -> str:
+        file = found and found / f"{compile.key(source, arch)}-{options}.{ending}"
+        if file and file.exists():
+            return file.read_text()
+        result = compiler(source, arch)
+        if file:
+            part = file.with_suffix(f".{os.getpid()}")
+            part.write_text(result)
+            part.replace(file)
+        return result
 
-    return check
+    return result_of
 
 
 @pytest.fixture(scope="session")
-def log_of(pytestconfig: pytest.Config) -> Callable[[str, str], str]:
-    """A function of a source and an architecture: NVRTC's log with registers and spills, kept for later runs."""
-    found = kept.folder(pytestconfig, "nvrtc")
-    options = hashlib.sha256(inspect.getsource(compile.build).encode()).hexdigest()[:8]
+def check_in_compiler(pytestconfig: pytest.Config) -> Callable[[str], None]:
+    """A function that checks a source, its templates and its static assertions, without machine code."""
 
-    def log_of(source: str, arch: str) -> str:
-        file = found and found / f"{compile.key(source, arch)}-{options}.log"
-        if file and file.exists():
-            return file.read_text()
-        _, log, _ = compile.build(source, arch)
-        if file:
-            part = file.with_suffix(f".{os.getpid()}")
-            part.write_text(log)
-            part.replace(file)
-        return log
+    def check(source: str, arch: str) -> str:
+        from cuda.core import Program, ProgramOptions
 
-    return log_of
+        options = ProgramOptions(arch=arch, std=compile.STANDARD, fdevice_syntax_only=True)
+        Program(source, "c++", options).compile("cubin")
+        return "no error"
+
+    check_kept = _kept(pytestconfig, "checked", check)
+
+    def check_for_hopper(source: str) -> None:
+        assert check_kept(source, "sm_90") == "no error"
+
+    return check_for_hopper
+
+
+@pytest.fixture(scope="session")
+def log_of(pytestconfig: pytest.Config) -> Compiler:
+    """A function of a source and an architecture: NVRTC's log with registers and spills."""
+    return _kept(pytestconfig, "log", lambda source, arch: compile.build(source, arch)[1], compile.build)
+
+
+@pytest.fixture(scope="session")
+def sass_of(pytestconfig: pytest.Config) -> Compiler:
+    """A function of a source and an architecture: the listing of the machine code."""
+
+    def disassemble(source: str, arch: str) -> str:
+        return report.cuobjdump("-sass", compile.build(source, arch)[0])
+
+    return _kept(pytestconfig, "sass", disassemble, compile.build, report.cuobjdump)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from cuda_targets import may_spill
 from onlinesoftmax.core import device as devices
 from onlinesoftmax.explanation import Explanation
 from onlinesoftmax.kernels import registry
-from onlinesoftmax.kernels.cuda import compile, source
+from onlinesoftmax.kernels.cuda import source
 from onlinesoftmax.kernels.cuda.source import kernel_file
 from onlinesoftmax.kernels.report import Kernel, cuobjdump, find_cuobjdump, occupancy
 from onlinesoftmax.ops import OPERATIONS
@@ -163,14 +164,13 @@ def test_a_backend_without_a_module_of_kernels_is_named() -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, arch: str) -> None:
-    from onlinesoftmax.kernels.cuda.compile import build, usage
+def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, arch: str, log_of: Any) -> None:
+    from onlinesoftmax.kernels.cuda.compile import usage
     from onlinesoftmax.kernels.cuda.multiply import THREADS, source
 
     wide = "float64" if dtype == "float64" else "float32"
     for out, factor in {(dtype, dtype), (dtype, wide), ("bfloat16", wide)}:
-        _, log, _ = build(source(dtype, out, factor), arch)
-        found = usage(log)
+        found = usage(log_of(source(dtype, out, factor), arch))
         # A block fits beside blocks of another kernel that still run.
         assert found["registers"] * THREADS <= 40 * 1024
         assert not found.get("spills") or may_spill(arch)
@@ -179,12 +179,12 @@ def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, ar
 @needs_nvrtc
 @pytest.mark.parametrize(("form", "pair"), [*itertools.product(FORMS, PAIRS)], ids=str)
 def test_the_algebra_of_states_compiles(
-    form: Form, pair: tuple[str, str], check_in_compiler: Callable[[str], None]
+    form: Form, pair: tuple[str, str], check_in_compiler: Callable[[str], None], log_of: Any
 ) -> None:
     """The kernels that test_law runs, each pair of dtypes with machine code once."""
     text, turn = algebra_source(form, *pair), PAIRS.index(pair)
     if turn % len(FORMS) == FORMS.index(form):
-        compile.build(text, ("sm_80", "sm_90", "sm_100")[turn // 2])
+        assert log_of(text, ("sm_80", "sm_90", "sm_100")[turn // 2])
     else:
         check_in_compiler(text)
 

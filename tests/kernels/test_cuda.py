@@ -384,10 +384,9 @@ PACKETS = [
 @pytest.mark.skipif(find_cuobjdump() is None, reason="cuobjdump is not installed")
 @pytest.mark.parametrize(("gpu", "dtype", "outputs"), PACKETS, ids=_name)
 def test_a_packet_of_a_message_is_loaded_by_one_instruction(
-    ask: Ask, gpu: str, dtype: torch.dtype, outputs: tuple[str, ...]
+    ask: Ask, gpu: str, dtype: torch.dtype, outputs: tuple[str, ...], sass_of: Any
 ) -> None:
     request = ask(gpu, "grid", "softmax", no_memory(1, 1 << 20, dtype=dtype), outputs)
-    kernel = compile.compile_kernel(request, known(gpu))
-    loads = re.findall(r"LDG?\.E\S*STRONG\.GPU", kernel.listings["sass"])
+    loads = re.findall(r"LDG?\.E\S*STRONG\.GPU", sass_of(source.source(request), GPUS[gpu]))
     assert len(loads) >= messages.message_packets(request)
     assert all(".128." in load for load in loads)

@@ -20,7 +20,6 @@ from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver
 from onlinesoftmax.kernels.cuda import launch as launches
 from onlinesoftmax.kernels.cuda import merge as cuda
-from onlinesoftmax.kernels.cuda.compile import build
 from onlinesoftmax.kernels.sharded import ShardedRows
 from onlinesoftmax.torch.prepare import INTEGERS
 
@@ -241,11 +240,11 @@ def test_a_launch_passes_what_the_kernel_reads(folder: Path, monkeypatch: pytest
             close(name, outputs[name], expected(one, given)[name].to(outputs[name].dtype).double(), one)
 
 
-def test_cuda_compiles_without_spills() -> None:
+def test_cuda_compiles_without_spills(log_of: Any) -> None:
     """Architectures take turns."""
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     for i, cell in enumerate((*cells()[::2], *incoming_cells())):
-        log = build(cuda.source(cell.values[0].kind), ("sm_80", "sm_90", "sm_100")[i % 3])[1]
+        log = log_of(cuda.source(cell.values[0].kind), ("sm_80", "sm_90", "sm_100")[i % 3])
         stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
         assert stacks == [("0", "0", "0")] * 2
         assert all(int(used) <= 64 for used in re.findall(r"Used (\d+) registers", log))

@@ -20,7 +20,7 @@ from onlinesoftmax.kernels import registry
 from onlinesoftmax.kernels.cuda import driver
 from onlinesoftmax.kernels.cuda import launch as launches
 from onlinesoftmax.kernels.cuda import reduction as cuda
-from onlinesoftmax.kernels.cuda.compile import build, usage
+from onlinesoftmax.kernels.cuda.compile import usage
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.torch.prepare import INTEGERS
 
@@ -225,7 +225,7 @@ def test_an_ignore_index_that_the_dtype_of_the_targets_does_not_have(dtype: str,
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_cuda_compiles_without_spills(form: Form) -> None:
+def test_cuda_compiles_without_spills(form: Form, log_of: Any) -> None:
     """Every result, form and architecture meets every other."""
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")
     for i, result in enumerate(FLOATS):
@@ -236,7 +236,7 @@ def test_cuda_compiles_without_spills(form: Form) -> None:
             1, accumulator, result if form.adds else None, form.divides, target if form.counts else None,
             weight if form.weighted else None, keeps=form.keeps,
         )  # fmt: skip
-        used = usage(build(cuda.source(one), arch)[1])
+        used = usage(log_of(cuda.source(one), arch))
         assert used["registers"] <= 65536 // cuda.THREADS
         assert not used["spills"]
         assert not used["stack"]
