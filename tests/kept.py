@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from pathlib import Path
@@ -26,6 +27,16 @@ def folder(config: pytest.Config, name: str) -> Path | None:
     except OSError:
         # The checkout cannot be written.
         return None
+
+
+def for_kernels(config: pytest.Config, factory: pytest.TempPathFactory) -> Path:
+    """A folder for kernels that g++ compiles for the host, which all processes of pytest-xdist share."""
+    if found := folder(config, "kernels"):
+        return found
+    base = factory.getbasetemp()
+    made = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
+    made.mkdir(exist_ok=True)
+    return made
 
 
 def remove_old(config: pytest.Config) -> None:

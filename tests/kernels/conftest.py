@@ -99,9 +99,4 @@ def folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     """A folder for kernels that g++ compiles for the host, which all processes of pytest-xdist share."""
     if COMPILER is None:
         pytest.skip("g++ is not installed")
-    if found := kept.folder(pytestconfig, "kernels"):
-        return found
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"
-    folder.mkdir(exist_ok=True)
-    return folder
+    return kept.for_kernels(pytestconfig, tmp_path_factory)

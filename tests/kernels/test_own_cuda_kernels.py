@@ -40,7 +40,7 @@ def test_the_kernel_of_the_room_compiles(device: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("cols", [3, 64, 301])
-def test_the_kernel_of_the_room_computes_its_formula(cols: int, tmp_path: Path) -> None:
+def test_the_kernel_of_the_room_computes_its_formula(cols: int, folder: Path) -> None:
     found = planned(9, cols)
     x = np.random.default_rng(cols).standard_normal((9, cols)).astype(np.float32)
     x[3, 1], x[4, 0], x[5] = np.nan, np.inf, -np.inf
@@ -48,5 +48,5 @@ def test_the_kernel_of_the_room_computes_its_formula(cols: int, tmp_path: Path) 
     with np.errstate(all="ignore"):
         exact = evaluate("sparsemax", namespace(z), {"x": z}, 1)
     y = np.full_like(x, 7.0)
-    simulate(Request(found.task, found.plan), {"x": x, "y": y}, {"scale": 2.0}, tmp_path)
+    simulate(Request(found.task, found.plan), {"x": x, "y": y}, {"scale": 2.0}, folder)
     np.testing.assert_allclose(y, exact, rtol=0, atol=2**-23)

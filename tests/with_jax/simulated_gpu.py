@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+import kept
 from cuda_machine import load_kernel
 from cuda_simulator import simulated_own_source, simulated_source
 from onlinesoftmax.core.device import known
@@ -80,10 +81,10 @@ def register() -> None:
 
 
 @contextmanager
-def simulated_gpu(folders: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def simulated_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Plan for an H100, and run its kernels on the host."""
     register()
-    HOST.folder = folders.mktemp("simulated")
+    HOST.folder = kept.for_kernels(request.config, request.getfixturevalue("tmp_path_factory"))
     plan, run, device = custom_op.kernel_plan, own_kernels.run, known("h100")
     monkeypatch.setattr(custom_op, "kernel_plan", lambda platform, *call: plan("cuda", *call))
     monkeypatch.setattr(own_kernels, "run", lambda platform, *call: run("cuda", *call))

@@ -45,8 +45,8 @@ SHAPES = {"row": (9, 199), "looped": (2, 5000), "cluster": (2, 40000), "grid": (
 
 
 @pytest.fixture
-def simulated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with simulated_gpu(tmp_path_factory, monkeypatch):
+def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with simulated_gpu(request, monkeypatch):
         yield
 
 

@@ -26,14 +26,12 @@ Run = Callable[[Callable[..., Any], Any], Any]
 
 
 @pytest.fixture
-def place(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[str]:
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The simulated GPU, or the one of this machine."""
     if request.param == "gpu":
         yield "gpu"
         return
-    with simulated_gpu(tmp_path_factory, monkeypatch):
+    with simulated_gpu(request, monkeypatch):
         yield "simulated"
 
 
