@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -99,9 +100,13 @@ def _interpret_kernels() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Leave out all that was imported from later garbage collections: a benchmark collects before each measurement."""
+    """Prepare what was imported: a benchmark collects garbage before each measurement, and each test catches logs."""
     if "jax" in sys.modules and not _has_gpu():
         fast_xla.share_context()
+    # PyTorch's loggers pass nothing on to the root, so pytest would give each of sixty its handlers, six times a test.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
     gc.enable()
     _leave_out_of_collections()
     # Traces of JAX and kernels in the interpreter make many objects, and few of them are cycles.
