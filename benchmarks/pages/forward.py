@@ -226,6 +226,23 @@ def jax_table(records: Records) -> str:
     return f"{table(header, rows)}\n\n{source(*map(records.get, measured))}"
 
 
+def jax_calls_table(records: Records) -> str:
+    """The time of one of several calls in a row from PyTorch, and in a program of JAX."""
+    names = records.first("calls"), records.first("jax-calls")
+    in_torch = {each.case: ours(each) for each in records.cases(names[0])}
+    rows = []
+    for each in records.cases(names[1]):
+        mine, theirs, before = ours(each), result_of(each, "jax.nn"), in_torch.get(each.case)
+        if mine.times and before and before.times:
+            rows.append([
+                shape(each.case), SHORT[each.case.dtype], str(each.case.calls), microseconds(before.times.median_us),
+                f"**{microseconds(mine.times.median_us)}**", f"{mine.times.median_us / before.times.median_us:.3f}",
+                microseconds(theirs.times.median_us if theirs and theirs.times else None),
+            ])  # fmt: skip
+    header = ("rows × columns", "dtype", "calls", "PyTorch, µs", "JAX, µs", "JAX over PyTorch", "jax.nn, µs")
+    return f"{table(header, rows)}\n\n{source(*map(records.get, names))}" if rows else ABSENT
+
+
 def _rows_of(case: Case) -> str:
     """The kind of rows of a case, in words."""
     cols = case.shape[case.dim]
