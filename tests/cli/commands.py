@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("typer", reason="the command line needs typer")
 pytest.importorskip("rich", reason="the command line needs rich")
 
+import typer.main
 import typer.testing
 
 import onlinesoftmax
@@ -27,9 +30,16 @@ needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason
 NOT_PLAIN = set("\x1b─━│┃┏╭")
 
 
+@cache
+def _application() -> Any:
+    """All commands, with their options: they take longer to make than most take to run."""
+    return typer.main.get_command(build())
+
+
 def run(*arguments: object) -> Any:
     """Run a command in this process, where stdout and stderr are no terminals."""
-    return typer.testing.CliRunner().invoke(build(), [str(argument) for argument in arguments])
+    with mock.patch.object(typer.testing, "_get_command", return_value=_application()):
+        return typer.testing.CliRunner().invoke(typer.Typer(), [str(argument) for argument in arguments])
 
 
 def run_json(*arguments: object, code: int = 0) -> Any:
