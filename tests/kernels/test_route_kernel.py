@@ -97,6 +97,16 @@ def test_a_network_sorts_few_experts(experts: int, k: int, dtype: torch.dtype, f
         check(a_call(hard.to(dtype), k), folder, 2)
 
 
+@pytest.mark.parametrize("experts", [8, 32, 64])
+@pytest.mark.parametrize("bits", [0x7F800001, -0x7FFFFF, 0x7FC00000, 0x7F800000, -0x800000])
+def test_a_network_knows_nan_by_its_low_bits(bits: int, experts: int, folder: Path) -> None:
+    """The expert's number takes the place of the low bits, of which NaN may have one alone."""
+    for expert in (0, experts - 1):
+        x = logits(24, experts).abs() + 1
+        x.view(torch.int32)[::3, expert] = bits
+        check(a_call(x, 3), folder)
+
+
 @pytest.mark.parametrize(("experts", "k"), [(96, 6), (96, 8), (128, 3), (160, 5), (256, 8), (384, 12)])
 def test_few_experts_reach_the_threshold_of_a_list(experts: int, k: int) -> None:
     """A warp takes the slow way if one of its tokens has more of them than lanes rank at once (choose.cuh)."""

@@ -10,9 +10,10 @@ constexpr int SORTED = 8;   // keys of a list
 constexpr bool NETWORK =
     SHORT && TEAM <= 2 && K <= SORTED && ITEMS % SORTED == 0 && !HAS_BIAS && !GROUPED && !REPLAY;
 
-// The bits of a key that have the expert: of all numbers below the next power of two.
+// The low bits of a key that hold the inverted expert.  No expert has all of them, so that no code is 0: NaN stays NaN
+// whatever its low bits were, and an infinity becomes NaN.
 __device__ constexpr unsigned bits_below(unsigned count) { return count <= 1 ? 0 : bits_below((count + 1) / 2) * 2 + 1; }
-constexpr unsigned CODE = bits_below(TEAM * ITEMS);
+constexpr unsigned CODE = bits_below(TEAM * ITEMS + 1);
 
 __device__ inline int expert_of_short_key(float key) { return int(~__float_as_uint(key) & CODE); }
 
