@@ -75,7 +75,7 @@ def team_mail_words(request: Request) -> int:
     plan = request.plan
     if plan.strategy != "grid" or not request.operation.reduces:
         return 0
-    # A team that is alone leaves the last slots unused if it has few rows; it loads the first two ahead of its rows.
+    # A team that is alone leaves the last slots unused if it has few rows; but it prefetches the mailboxes of two.
     alone = plan.programs == plan.splits and not plan.kernel
     slots = min(SLOTS, max(2, request.task.rows)) if alone else SLOTS
     words = 2 * slots * plan.splits * message_packets(request)

@@ -108,7 +108,7 @@ class JaxNN(Programs):
 
 
 def _program(function: Function, calls: int) -> Function:
-    """Calls of a function of arrays, each of the result of the one before, which XLA does not make one operation."""
+    """A function that makes so many calls, each of the result before, with barriers so that XLA fuses none."""
     import jax
 
     return in_a_row(function, calls, between=jax.lax.optimization_barrier)

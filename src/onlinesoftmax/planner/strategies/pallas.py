@@ -229,7 +229,8 @@ def _cluster(problem: Problem, device: Device, size: int, length: int) -> Propos
 def _quality_of_slices(problem: Problem, device: Device, size: int, length: int) -> float:
     """Part of the bandwidth that is left for slices of this length.
 
-    Blocks lose time while they exchange states and in a partly filled last tile.
+    Blocks lose time while they exchange states and in a partly filled last tile.  A few blocks with a multiprocessor
+    each cannot use the bandwidth of the device.
     """
     held = length * problem.inputs * problem.itemsize
     if held > (device.shared_memory - OTHER_BYTES) // 2:

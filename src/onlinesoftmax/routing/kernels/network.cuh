@@ -1,8 +1,10 @@
-// The choice of few experts by a sorting network: no list, and no loop whose length depends on the logits.
+// The choice of few experts by a sorting network: no list of candidates in shared memory, and no loop whose length depends
+// on the logits.
 //
-// A key is a logit whose low bits have given place to its inverted expert, so that of equal logits the lower expert comes
-// first.  Each lane sorts its keys, and lanes merge their lists.  Keys tell the choice unless logits differ in the low bits
-// alone, or are equal and not above 0, or are infinite or NaN; then `choose` makes a list after all.
+// A key is a logit whose low bits have given place to its inverted expert, so that of equal positive logits the lower
+// expert comes first.  Each lane sorts its keys, and lanes merge their sorted keys.  If two neighbours among the K + 1
+// largest keys differ in the expert alone, keys decide only where the least of these is positive and no float32 logit of
+// the token has low bits; elsewhere, `choose` makes a list after all.
 
 // On an H100, 65536 x 64 top 6 took 0.94 of the time of lists, in bfloat16 0.86, and 2^20 x 8 top 2 0.67.  Where four
 // lanes share a token, lists take less.
@@ -23,8 +25,8 @@ __device__ inline void order_or_nan(float& a, float& b) {
     b = smallest_or_nan(a, b), a = larger;
 }
 
-// Makes the list of the largest keys of two lists; `mirrored` is the second one, the least first.  `next` becomes the
-// larger of itself and those that are left out; it is wanted only if all keys of a list are chosen.
+// Makes the list of the largest keys of two sorted lists; `mirrored` is the second one in ascending order.  `next` becomes
+// the larger of itself and those that are left out; it is needed only where K is SORTED.
 __device__ inline void merge(float (&list)[SORTED], const float (&mirrored)[SORTED], float& next) {
 #pragma unroll
     for (int i = 0; i < SORTED; ++i) {
@@ -47,7 +49,8 @@ __device__ inline void sort_keys(const float (&z)[ITEMS], bool whole, float (&li
         float keys[SORTED], mirrored[SORTED];
 #pragma unroll
         for (int i = 0; i < SORTED; ++i) {
-            // The lane's bits are among those of `code`: one instruction takes the logit above, and inverts them below.
+            // key = (z & ~CODE) | (CODE & ~expert).  The bits of the lane and those of item i never overlap, so that one
+            // logic operation of three inputs makes it of the constant `code` and of `mask`.
             const unsigned code = CODE & ~unsigned(distance_of(first + i));
             const float key = __uint_as_float((__float_as_uint(z[first + i]) & mask & ~code) | (code & ~mask));
             keys[i] = first + i < ITEMS - WIDTH || whole ? key : -LARGEST_FLOAT32;
@@ -71,7 +74,8 @@ __device__ inline void sort_keys(const float (&z)[ITEMS], bool whole, float (&li
     if (K < SORTED) next = list[K % SORTED];
 }
 
-// Writes the K chosen experts of a token as keys of its memory; false if keys do not tell those of each token of the warp.
+// Writes the K chosen experts of a token as keys of its memory.  Returns false, and writes nothing, if keys do not decide
+// the choice for every token of the warp.
 // `largest` becomes the largest logit.
 __device__ inline bool choose_by_network(
     const X* row, const float (&z)[ITEMS], bool whole, const TeamMemory& memory, float& largest
@@ -82,9 +86,11 @@ __device__ inline bool choose_by_network(
 #pragma unroll
     for (int j = 0; j < K; ++j) {
         const float after = j + 1 < K ? list[j + 1] : next;
-        equal = equal || ((__float_as_uint(list[j]) ^ __float_as_uint(after)) & ~CODE << 1 >> 1) == 0;
+        // The sign is left out: 0 equals -0.
+        equal = equal || ((__float_as_uint(list[j]) ^ __float_as_uint(after)) & (~CODE << 1 >> 1)) == 0;
     }
-    // Of equal negative logits, the larger code makes the smaller key; 0 equals -0; and a NaN has made all keys NaN.
+    // Below the least normal number are the keys of 0 and of negative logits, of which the larger code makes the smaller
+    // key; and a NaN has made all keys NaN.
     bool unsure = !(next >= 1.17549435e-38f);
     if (sizeof(X) == 4 && any_lane(equal)) {
         unsigned low = 0;
