@@ -64,6 +64,7 @@ RECORDS: dict[str, str] = {
     "jax-long-rows": "--peers jax",
     "jax-calls": "--peers jax",
     "jax-cross-entropy": "--peers jax",
+    "jax-cold": "--peers jax",
     "jax-pallas-forward": "--peers jax",
     "jax-pallas-lengths": "--peers jax",
     "triton-forward": "--peers torch",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU, SMALL, Raises, Wrong, call, table
 
-from onlinesoftmax.lab.bench import cold_suite, host_times, tables
+from onlinesoftmax.lab.bench import cold_suite, cold_worker, host_times, tables
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.cold_suite import calls_of, run_cold
 from onlinesoftmax.lab.bench.host_times import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
@@ -167,6 +169,28 @@ def test_first_calls_are_those_of_fresh_processes() -> None:
         assert result.error <= 1e-6
     lines = cold_suite.below(found.results, "cpu")
     assert "1 fresh process;" in lines[0]
+
+
+@pytest.mark.parametrize("peer", [OursInJax, JaxNN])
+def test_first_calls_in_jax(peer: type[Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has imported everything."""
+    if reason := peer("cpu").why_absent():
+        pytest.skip(reason)
+
+    def in_this_process(command: list[str], **_: Any) -> Any:
+        monkeypatch.setattr(sys, "argv", command[1:])
+        monkeypatch.setattr(cold_worker, "_end_after", lambda parent: None)
+        cold_worker.main()
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", in_this_process)
+    (found,) = run_cold([LOSS], [peer("cpu")], CPU, quick=True)
+    for result in found.results:
+        assert (result.status, result.reason) == ("ok", None)
+        assert list(result.calls)[-6:] == ["start JAX", "first", "again", "new rows", "new length", "other length"]
+        # XLA makes a program for each shape.
+        assert result.calls["new length"].median_us > 10 * result.calls["again"].median_us
+    assert any(line.startswith("JAX makes a program for each shape") for line in cold_suite.below(found.results, "cpu"))
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_rows1024_has_a_sentence_about_each_case() -> None:
         (["--suite", "host", "--fused", "scale"], "--fused does not go with --suite host"),
         (["--suite", "host", "--op", "softmax_backward"], "instead of --op softmax_backward name softmax"),
         (["--suite", "cold", "--repeat", "9"], "--repeat does not go with --suite cold"),
-        (["--suite", "cold", "--framework", "jax"], "--suite cold measures calls of PyTorch"),
+        (["--suite", "host", "--framework", "jax"], "--suite host measures calls of PyTorch"),
         (["--dtype", "int8"], "unknown dtype 'int8'"),
         (["--op", "softmin"], "unknown operation 'softmin'"),
         (["--fused", "scale,dropout"], "unknown score option 'dropout'"),

@@ -63,7 +63,7 @@ def todo_of(suite: Suite, options: Mapping[str, Any]) -> list[Case]:
     Planner(KNOWN["cpu"], strategies=strategies).alternatives(problem, Choice(options["backend"], options["strategy"]))
     if suite.measures != "device time":
         name = f"--suite {options['suite']}"
-        if framework != "torch":
+        if framework != "torch" and suite.measures != "first calls":
             raise ValueError(f"{name} measures calls of PyTorch; leave out --framework {framework}")
         if backward := next((case for case in found if case.declaration.backward), None):
             operations = f"instead of --op {backward.operation} name {backward.declaration.forward}"

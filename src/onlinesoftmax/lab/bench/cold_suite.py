@@ -95,8 +95,6 @@ def _with_size(case: Case, axis: int, size: int) -> Case:
 
 def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[Result]:
     """The results of one library: with empty caches, and with those that its first process has filled."""
-    if not peer.in_torch:
-        return [Result(peer.name, "refused", "takes arrays of JAX, whose first calls are not measured")]
     if reason := peer.supports(case):
         return [Result(peer.name, "refused", reason)]
     plan, calls, analysis = None, calls_of(case), list[str]()
@@ -178,7 +176,8 @@ def _answer(peer: Peer, calls: Mapping[str, Case], device: Any, folder: Path) ->
     answer, first = folder / "answer.json", next(iter(calls.values()))
     answer.unlink(missing_ok=True)
     request = {
-        "peer": peer.name, "module": peer.module, "function": first.operation, "device": str(device),
+        "peer": peer.name, "in_jax": not peer.in_torch, "module": peer.module, "function": first.operation,
+        "device": str(device),
         "cases": {name: asdict(case) for name, case in calls.items()}, "answer": str(answer),
         "backend": getattr(peer, "backend", None), "strategy": getattr(peer, "strategy", None), "parent": os.getpid(),
     }  # fmt: skip
@@ -212,6 +211,9 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 
+_OF_JAX = "JAX makes a program for each shape, and keeps none on disk by default: only again does without that time."
+
+
 def below(results: Sequence[Result], device_kind: str) -> list[str]:
     """The lines below the table: the meaning of each column of times."""
     calls = [result.calls for result in results]
@@ -222,5 +224,6 @@ def below(results: Sequence[Result], device_kind: str) -> list[str]:
         f"beginning to its end{waits}.  The operating system's cache of files is warm.",
         "first: the first call after the imports; it plans and compiles.  again: the same call once more.  new rows: "
         "half as many rows.  new length: a length close by.  other length: four times the length.",
+        *([_OF_JAX] if any("start JAX" in each for each in calls) else []),
         "caches: the folders in which libraries keep compiled kernels are empty, or filled by a process before.",
     ]

@@ -42,6 +42,12 @@ def main() -> None:
         # The function is looked up too, because this package imports its functions when they are first named.
         getattr(importlib.import_module(request["module"]), request["function"], None)
         times["import library"] = _since(start)
+    if request["in_jax"]:
+        from onlinesoftmax.lab import bridge
+
+        start = perf_counter_ns()
+        bridge.on_tensors(lambda x: x)(torch.zeros(1, device=device))
+        times["start JAX"] = _since(start)
     answer |= _calls(request, device, times)
     Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 
@@ -84,30 +90,38 @@ def _calls(request: dict[str, Any], device: Any, times: dict[str, float]) -> dic
         times[name] = _since(start)
         first = first or (case, inputs, result)
     assert first is not None
-    return {**_verdict(*first, ours=request["peer"] == "ours"), "notes": notes}
+    return {**_verdict(*first, _ours(request, device), request["peer"] == "ours"), "notes": notes}
 
 
 def _peer(request: dict[str, Any], device: Any) -> Any:
+    from onlinesoftmax.lab.bench.jax_peers import JaxNN
     from onlinesoftmax.lab.bench.libraries import PEERS
-    from onlinesoftmax.lab.bench.peers import Compiled, Ours
+    from onlinesoftmax.lab.bench.peers import Compiled
 
     if request["peer"] == "ours":
-        return Ours(device.type, request["backend"], request["strategy"])
-    peer = PEERS[request["peer"]](device.type)
+        return _ours(request, device)
+    peer = {**PEERS, JaxNN.name: JaxNN}[request["peer"]](device.type)
     if isinstance(peer, Compiled):
         # The default of torch.compile: a second shape compiles for every further shape.
         peer.dynamic = None
     return peer
 
 
-def _verdict(case: Any, inputs: Any, result: Any, ours: bool) -> dict[str, Any]:
-    """The error of a result, and the error that is allowed: that of PyTorch's own function."""
-    from onlinesoftmax.lab.bench.check import Reference
+def _ours(request: dict[str, Any], device: Any) -> Any:
+    """Our library for the framework of the request."""
+    from onlinesoftmax.lab.bench.jax_peers import OursInJax
     from onlinesoftmax.lab.bench.peers import Ours
+
+    return (OursInJax if request["in_jax"] else Ours)(device.type, request["backend"], request["strategy"])
+
+
+def _verdict(case: Any, inputs: Any, result: Any, own: Any, ours: bool) -> dict[str, Any]:
+    """The error of a result, and the error that is allowed: that of the framework's own function."""
+    from onlinesoftmax.lab.bench.check import Reference
     from onlinesoftmax.lab.bench.run import Judge
 
     # Autograd's record of the call is not needed.
-    inputs, own = tuple(t.detach() for t in inputs), Ours(inputs[0].device.type)
+    inputs = tuple(t.detach() for t in inputs)
     judge = Judge(case, Reference(case, *inputs), inputs, (own.yardstick if ours else own.own)(case))
     verdict = judge.verdict(result, ours)
     return {"wrong": verdict.wrong, "error": verdict.error, "allowed": judge.allowed[0]}

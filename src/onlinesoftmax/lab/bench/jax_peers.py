@@ -49,7 +49,7 @@ class Programs(Arrays):
 class OursInJax(Programs, Ours):
     """Our library for JAX: its public functions, and its gradients without autodiff."""
 
-    framework = "jax"
+    framework, module = "jax", "onlinesoftmax.jax"
 
     def copy(self, x: Any, calls: int = 1) -> Function:
         """JAX's copy; XLA would leave out copies of copies, so several of them are sums with 1."""
