@@ -23,6 +23,7 @@ from ..core.view import View, row_view
 from ..kernels.cuda import arguments, compile, source, xla_handler
 from ..kernels.cuda.arguments import OwnLaunch
 from ..kernels.cuda.params import FIELD, FIELD_OF_POINTER
+from ..kernels.pallas.state import quotient
 from ..kernels.request import Request
 from ..ops import OPERATIONS
 from ..planner.plan import Plan
@@ -48,7 +49,9 @@ def run(call: Signature, operands: Mapping[str, Array], task: Task, plan: Plan, 
     if "lse" in task.tensors:
         # dy * exp(x - lse) by the state of the row, which has less of a rounding error.
         given["lse"], l, dy = given.pop("m"), given.pop("l"), given["dy"]
-        given["dy"] = jnp.where((l == 0) & (dy == 0), 0, dy / l)
+        t, low = quotient(dy, l)
+        t += jnp.where(jnp.isfinite(low), low, 0)
+        given["dy"] = jnp.where((l == 0) & (dy == 0), 0, t)
     if {"target", "dy"} <= given.keys() and "dlse" not in task.operation.row_operands:
         # A row whose gradient is 0 counts for nothing, also if it holds NaN; nothing reads its loss.
         given["target"] = jnp.where(given["dy"] == 0, -1, given["target"])
