@@ -57,7 +57,8 @@ __device__ inline void rank_list(const TeamMemory& memory, int count, const Word
             if (own[i]) write(int(rank[i]), own[i], expert[i]);
         sync_team();
         if (HAS_PLACE) return;
-        // Equal keys have equal ranks: then there is another expert than the lane's own in a place.
+        // Equal keys have equal ranks, and so one place, to which CUDA lets one of the lanes write: there is another expert
+        // than the lane's own.  (racecheck reports these writes of equal keys as a hazard.)
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
             if (own[i] && rank[i] < K && expert_of_key(memory.chosen[rank[i]]) != expert[i]) fast = false;
