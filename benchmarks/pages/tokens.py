@@ -35,13 +35,15 @@ def _of_tokens(records: Records, suite: str) -> str:
             group.setdefault(found.case.dtype, []).append(found)
     if not groups:
         return ABSENT
-    header = ["rows × tokens", "", "one read", "ours", *WAYS.values(), "bfloat16: one read", "ours"]
+    timed = {result.who for each in records.cases(name) for result in each.results if result.times is not None}
+    ways = {who: title for who, title in WAYS.items() if who in timed}
+    header = ["rows × tokens", "", "one read", "ours", *ways.values(), "bfloat16: one read", "ours"]
     rows = []
     for (shape, asked), found in groups.items():
         wide, narrow = found.get("float32", []), found.get("bfloat16", [])
-        ways = [_of_way(wide, who) for who in WAYS]
+        others = [_of_way(wide, who) for who in ways]
         ours = [f"**{_of_way(each, 'ours')}**" if each else NOTHING for each in (wide, narrow)]
-        rows.append([shape, asked, _of_reads(wide), ours[0], *ways, _of_reads(narrow), ours[1]])
+        rows.append([shape, asked, _of_reads(wide), ours[0], *others, _of_reads(narrow), ours[1]])
     return f"{table(header, rows)}\n\n{source(records.get(name))}"
 
 
