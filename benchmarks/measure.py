@@ -65,6 +65,7 @@ RECORDS: dict[str, str] = {
     "jax-calls": "--peers jax",
     "jax-cross-entropy": "--peers jax",
     "jax-cold": "--peers jax",
+    "jax-cuda-cold": "--peers jax",
     "jax-pallas-forward": "--peers jax",
     "jax-pallas-lengths": "--peers jax",
     "triton-forward": "--peers torch",
@@ -138,7 +139,7 @@ def suite_options(name: str) -> list[str]:
         (['--framework', 'jax', '--backend', 'pallas', '--suite', 'lengths'], ['--suite', 'single-row'])
     """
     first, _, rest = name.partition("-")
-    option = {"jax": "--framework", "triton": "--backend", "pallas": "--backend"}.get(first)
+    option = {"jax": "--framework", **dict.fromkeys(("triton", "pallas", "cuda"), "--backend")}.get(first)
     return [option, first, *suite_options(rest)] if option else ["--suite", name]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.host_times import BOTH, PLAIN, RECORDING
 from onlinesoftmax.lab.bench.result import LARGE, Result
@@ -49,6 +51,23 @@ def cold_table(records: Records) -> str:
 
 FIRST = (("first",), ("new rows", "new length", "other length"))
 """Calls of a column of `cold_table`, by their names in the record."""
+
+
+def jax_cold_table(records: Records) -> str:
+    """The times of first calls in JAX: of the kernels that are planned by default, of CUDA kernels, and of `jax.nn`."""
+    found = {name: records.get(name) for suite in ("jax-cold", "jax-cuda-cold") if (name := records.first(suite))}
+    rows = [
+        [f"`{case.operation}`, {shape(case)}, {Path(record.name).stem.partition('-')[0].upper()}",
+         f"{result.plan.backend}/{result.plan.strategy}" if result.plan else result.who, result.state,
+         *(microseconds(result.calls[call].median_us / 1e3) for call in FIRST_IN_JAX)]
+        for name, record in found.items() if record for case, result in _calls(records, name)
+    ]  # fmt: skip
+    header = ("call", "kernel", "caches", *FIRST_IN_JAX)
+    return f"{table(header, rows)}\n\n{source(*found.values())}" if rows else ABSENT
+
+
+FIRST_IN_JAX = ("first", "new length", "other length", "again")
+"""Columns of `jax_cold_table`, by their names in the record."""
 
 
 def _calls(records: Records, name: str) -> list[tuple[Case, Result]]:
