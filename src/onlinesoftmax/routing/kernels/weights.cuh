@@ -79,7 +79,8 @@ __device__ inline float score_of(const Chosen& one, float shift, float lse) {
     return OF_CHOSEN ? term_of(one.x, shift) : exp(one.x - lse);
 }
 
-// The logarithm of a number from 1 on, of 0 or of NaN, with an absolute error of 2e-7.
+// The logarithm of a number from 1 on, of 0 or of NaN.  Its absolute error is below 2e-7 up to 2, and its relative error below
+// 4e-7 above: of the instruction 2^-22.6 and 2^-22, and of the product two roundings.
 __device__ inline float log_of_sum(float y) {
     float z; asm("lg2.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z * float(LOG_2);
 }
