@@ -1,11 +1,15 @@
-"""CUDA graphs of XLA that hold the CUDA kernels."""
+"""Programs of XLA with the CUDA kernels: in CUDA graphs, and kept on disk."""
 
 from __future__ import annotations
 
 import faulthandler
+import os
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,3 +79,38 @@ def test_replays_of_a_graph_beside_another_stream(monkeypatch: pytest.MonkeyPatc
         np.testing.assert_allclose(y, right[name], rtol=1e-5, atol=1e-5)
     assert rounds[0] > 1000, "the other stream had little to do"
     assert calls[0] < REPLAYS * len(rows) / 100, "XLA does not replay the graph"
+
+
+OF_KEPT_PROGRAMS = """
+import os
+import jax, jax.numpy as jnp
+import onlinesoftmax.jax as osj
+
+x = jax.random.normal(jax.random.key(0), (64, 5000))
+
+@jax.jit
+def program(x):
+    dx = {s: jax.grad(lambda x: osj.softmax(x, backend="cuda", strategy=s)[:, 0].sum())(x) for s in STRATEGIES}
+    return dx, osj.sample(jax.random.key(1), x, top_k=3).kept
+
+STRATEGIES = "row", "looped", "cluster", "grid"
+found, kept = program(x)
+p = jax.nn.softmax(x)
+dx = p * ((jnp.arange(5000) == 0) - p[:, :1])
+assert all(jnp.allclose(found[s], dx, atol=1e-6) for s in STRATEGIES) and (kept == 3).all()
+print(sorted(name for name in os.listdir(os.environ["JAX_COMPILATION_CACHE_DIR"]) if "program" in name))
+"""
+
+
+@pytest.mark.gpu
+def test_a_program_that_jax_keeps_on_disk(tmp_path: Path) -> None:
+    """A later process loads the program with its kernels from JAX's own cache."""
+    kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    command = [sys.executable, "-c", OF_KEPT_PROGRAMS]
+    runs = [
+        subprocess.run(command, env={**os.environ, **kept}, capture_output=True, text=True, check=False, timeout=120)
+        for _ in range(2)
+    ]
+    assert [done.returncode for done in runs] == [0, 0], runs
+    assert "jit_program" in runs[0].stdout
+    assert runs[0].stdout == runs[1].stdout
