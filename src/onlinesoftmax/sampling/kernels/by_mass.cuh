@@ -86,9 +86,12 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
     __syncthreads();
     // Adjacent threads take the lists of different blocks.  Sums of whole numbers are the same in all blocks.
     const int of = thread % CLUSTER, above = int(slice.shared()[of][3]);
+    uint64 masses = 0;
 #pragma unroll 1
     for (int i = thread / CLUSTER; i < above; i += THREADS / CLUSTER)
-        atomicAdd(&exchange.found[0], mass_of(below(score_of(get_word(&spread.above[i], of)), row.m), row.rate));
+        masses += mass_of(below(score_of(get_word(&spread.above[i], of)), row.m), row.rate);
+    masses = sum_of_lanes(masses);
+    if (thread % 32 == 0 && masses) add_shared(&exchange.found[0], masses);
     __syncthreads();
     float bins[OWN], own = 0;
 #pragma unroll

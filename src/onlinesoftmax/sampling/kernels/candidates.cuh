@@ -43,6 +43,16 @@ __device__ inline unsigned reached(unsigned own, int n, unsigned* of_warps) {
 // `low` to `high`, and weigh `own`; what is above them weighs `above`.
 struct Range { unsigned low, high; uint64 above, own; };
 
+// Adds to a number in shared memory.  The addition of 64 bits is a loop, in which threads that add to one number wait for each
+// other; those of 32 bits are not.
+__device__ inline void add_shared(unsigned* to, unsigned more) { atomicAdd(to, more); }
+__device__ inline void add_shared(uint64* to, uint64 more) {
+    unsigned* const halves = reinterpret_cast<unsigned*>(to);   // the lower one first
+    const unsigned low = unsigned(more), before = atomicAdd(&halves[0], low);
+    const unsigned high = unsigned(more >> 32) + (before + low < low);
+    if (high) atomicAdd(&halves[1], high);
+}
+
 // Narrows the range, which has the goal, to one of equal parts: weight(key) is added up in numbers of type T.
 template <class T, class Weight>
 __device__ inline void narrow(Range& range, Slice& slice, const uint64* list, int count, uint64 goal, Weight weight) {
@@ -56,7 +66,7 @@ __device__ inline void narrow(Range& range, Slice& slice, const uint64* list, in
 #pragma unroll 1
     for (int i = thread; i < count; i += THREADS) {
         const unsigned word = unsigned(list[i] >> 32);
-        if (word >= range.low && word <= range.high) atomicAdd(&bins[(range.high - word) >> shift], weight(list[i]));
+        if (word >= range.low && word <= range.high) add_shared(&bins[(range.high - word) >> shift], weight(list[i]));
     }
     __syncthreads();
     const T own = bins[thread];

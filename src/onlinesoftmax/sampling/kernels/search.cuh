@@ -55,7 +55,7 @@ struct Search {
         slice.each([&](float x, unsigned token) {
             const int bin = bin_of(x);
             const uint64 w = bin < BINS - 1 ? weight(x, token) : 0;
-            if (w) atomicAdd(&slice.exchange->bins[bin], w);
+            if (w) add_shared(&slice.exchange->bins[bin], w);
         });
         find_bin(goal);
         const int bin = int(slice.exchange->found[0]);
@@ -75,7 +75,7 @@ struct Search {
                 const uint64 key = key_of(x, token);
                 if (key < low || key > high) return;
                 const uint64 w = weight(x, token);
-                if (w) atomicAdd(&slice.exchange->bins[(high - key) >> shift], w);
+                if (w) add_shared(&slice.exchange->bins[(high - key) >> shift], w);
             });
             find_bin(goal - before);
             before += slice.exchange->found[1];
