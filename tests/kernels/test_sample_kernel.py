@@ -165,10 +165,11 @@ def test_more_equal_scores_than_a_list_can_sort(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("ties", ["keep", "first"])
-@pytest.mark.parametrize("steps", [2, 16])
-def test_many_equal_scores_at_the_threshold(steps: int, ties: str, folder: Path) -> None:
-    # With 2 steps in a unit, a list does not hold them; with 16, it does, but a warp does not.
-    x = (torch.randn(1, 16_000, generator=torch.Generator().manual_seed(8)) * steps).round() / steps
+@pytest.mark.parametrize(("steps", "cols"), [(2, 16_000), (16, 16_000), (256, 48_000)])
+def test_many_equal_scores_at_the_threshold(steps: int, cols: int, ties: str, folder: Path) -> None:
+    # With 2 steps in a unit, a list does not hold them; with 16, it does, but a warp does not; with 256, a list has
+    # several scores, and a warp does not hold those that equal one of them.
+    x = (torch.randn(1, cols, generator=torch.Generator().manual_seed(8)) * steps).round() / steps
     check(x, 2, folder, 0, seed=torch.tensor([1]), top_p=0.9, ties=ties)
 
 

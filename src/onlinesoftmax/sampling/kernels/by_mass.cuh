@@ -127,7 +127,7 @@ static_assert(PASS_WORDS == WORDS, "a lane for each word");
 // The words of all blocks, and the mass that top_p keeps.
 struct Found {
     uint64 words[PASS_WORDS], goal;
-    bool equal;   // the lists are too long, but all their scores are equal and stay or go together
+    bool equal;   // all listed scores are equal, and stay or go together: the lists are not needed, and may be too long
 };
 
 // The sums of a thread.
@@ -212,7 +212,7 @@ __device__ inline void pass_together(
         if (lane == 0) {
             const uint64* const words = found.words;
             found.goal = row.goal(words[TOTAL]);
-            found.equal = words[LISTED] > MOST_BETWEEN && unsigned(words[MOST]) == ~unsigned(words[LEAST]) && !row.first;
+            found.equal = unsigned(words[MOST]) == ~unsigned(words[LEAST]) && !row.first;
             if (found.equal) found.words[BETWEEN] = words[LISTED] * row.mass(words[MOST] << 32);
         }
     }
@@ -226,19 +226,25 @@ __device__ inline uint64 threshold(
     const int count = int(found.words[LISTED]);
     Range range{word_of(window.low), word_of(fmin(window.high, row.m)), found.words[ABOVE], 0};
     int few;
+    bool equal;
     do {
         narrow<uint64>(range, slice, between, count, found.goal, [&](uint64 key) { return row.mass(key); });
-        if (threadIdx.x == 0) board->counts[0] = 0;
+        if (threadIdx.x == 0) board->counts[0] = board->limits[0] = board->limits[1] = 0;
         __syncthreads();
+        unsigned most = 0, least = 0;
 #pragma unroll 1
         for (int i = threadIdx.x; i < count; i += THREADS) {
             const unsigned word = unsigned(between[i] >> 32);
-            if (word >= range.low && word <= range.high) picked[atomicAdd(&board->counts[0], 1u)] = between[i];
+            if (word < range.low || word > range.high) continue;
+            picked[atomicAdd(&board->counts[0], 1u)] = between[i];
+            most = max(most, word), least = max(least, ~word);
         }
+        raise(&board->limits[0], most), raise(&board->limits[1], least);
         __syncthreads();
-        few = int(board->counts[0]);
-    } while (few > 32 && range.low < range.high);
-    if (few > 32) {   // equal scores
+        few = int(board->counts[0]), equal = board->limits[0] == ~board->limits[1];
+    } while (few > 32 && !equal);
+    if (equal && !row.first) return uint64(board->limits[0]) << 32;
+    if (few > 32) {
         sort(picked, few);
         return row.with_ties(key_at_mass(row, slice, picked, few, {0, -INF}, range.above, found.goal));
     }
