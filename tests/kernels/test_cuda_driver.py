@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,39 +37,39 @@ class Driver:
 
 
 @pytest.mark.parametrize(
-    ("status", "then", "called"),
+    ("statuses", "called"),
     [
+        ((0,), ["launch"]),
         # A thread that has not used the device yet: the context is made current, and the launch repeated.
-        (driver.INVALID_CONTEXT, 0, ["retain 3", "current 1234", "launch"]),
-        (driver.INVALID_CONTEXT, driver.INVALID_CONTEXT, ["retain 3", "current 1234", "launch"]),
-        # Any other status is returned as it is.
-        (700, 700, []),
+        ((driver.INVALID_CONTEXT, 0), ["launch", "retain 3", "current 1234", "launch"]),
+        ((driver.INVALID_CONTEXT, driver.INVALID_CONTEXT), ["launch", "retain 3", "current 1234", "launch"]),
+        # Any other status is an error.
+        ((700,), ["launch"]),
     ],
 )
 def test_a_launch_without_a_context_is_made_again_with_one(
-    status: int, then: int, called: list[str], monkeypatch: pytest.MonkeyPatch
+    statuses: tuple[int, ...], called: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = Driver(then)
+    fake = Driver(*statuses)
     monkeypatch.setattr(driver, "library", lambda: fake)
-    assert driver.retry_with_context(status, (), 3) == then
+    arguments = driver.Arguments(bytes(16), driver.launch_config(1, 1, 32, 0, 1, False), 1)
+    with pytest.raises(driver.DriverError, match="launching a kernel") if statuses[-1] else nullcontext():
+        driver.launch(arguments, 3, "launching a kernel")
     assert fake.called == called
 
 
 def test_addresses_reach_the_driver_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     # Without argument types, ctypes passes the lower 32 bits of a plain integer.
     passed: list[Any] = []
-
-    class Recorder(Driver):
-        def cuLaunchKernelEx(self, *arguments: Any) -> int:  # noqa: N802  the driver's own name
-            passed.extend(arguments)
-            return super().cuLaunchKernelEx()
-
-    monkeypatch.setattr(driver, "library", lambda: Recorder(0))
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(lambda *given: passed.extend(given) or 0)
+    # A function of C, like the driver's, without argument types.
+    launch = ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.cast(function, ctypes.c_void_p).value or 0)
+    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
     kernel = 0x7F69_74FF_96C0
     arguments = driver.Arguments(bytes(16), driver.launch_config(1, 1, 32, 0, 1, False), kernel)
     driver.launch(arguments, 0, "launching a kernel")
-    assert all(type(argument) is ctypes.c_void_p for argument in passed)
-    assert [argument.value for argument in passed[:2]] == [ctypes.addressof(arguments.config), kernel]
+    assert [passed[0], passed[1], passed[3]] == [ctypes.addressof(arguments.config), kernel, None]
+    assert ctypes.c_void_p.from_address(passed[2]).value == ctypes.addressof(arguments.fields)
 
 
 def test_a_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

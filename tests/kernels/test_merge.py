@@ -221,13 +221,14 @@ def test_a_launch_passes_what_the_kernel_reads(folder: Path, monkeypatch: pytest
     assert isinstance(one, ShardedRows)
 
     def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any) -> int:
-        assert driver.LaunchConfig.from_address(config.value).grid[0] == 3
-        parameter = ctypes.c_void_p.from_address(parameters.value).value
+        assert driver.LaunchConfig.from_address(config).grid[0] == 3
+        parameter = ctypes.c_void_p.from_address(parameters).value
         assert parameter is not None
         launch_sharded("merge", one, parameter, folder)
         return 0
 
-    monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
+    of_driver = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch))
+    monkeypatch.setattr(driver, "library", lambda: of_driver)
     monkeypatch.setattr(launches, "loaded", lambda *_: 1)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
     bound, given = cuda.bind("merge", one), rows_of(one)

@@ -168,13 +168,14 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
         )  # fmt: skip
 
         def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any, one: Reduction = one) -> int:
-            blocks = driver.LaunchConfig.from_address(config.value).grid[0]
-            parameter = ctypes.c_void_p.from_address(parameters.value).value
+            blocks = driver.LaunchConfig.from_address(config).grid[0]
+            parameter = ctypes.c_void_p.from_address(parameters).value
             assert parameter is not None
             launch_reduction(one, parameter, blocks, folder)
             return 0
 
-        monkeypatch.setattr(driver, "library", lambda launch=launch: SimpleNamespace(cuLaunchKernelEx=launch))
+        of_driver = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch))
+        monkeypatch.setattr(driver, "library", lambda of_driver=of_driver: of_driver)
         monkeypatch.setattr(launches, "loaded", lambda *_: 1)
         # The words of a stream, filled when they are made.
         monkeypatch.setattr(

@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Callable
 from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 
@@ -40,20 +40,22 @@ class Arguments:
         values: The kernel's only parameter, a struct of 64-bit fields.
         config: The launch configuration, still without a stream.
         kernel: Handle of the kernel.
+        of: The library that launches; by default `library`.
 
     Attributes:
         fields: The kernel's parameter as 64-bit fields.
         config: The launch configuration.
-        addresses: Arguments of cuLaunchKernelEx, already of the types that ctypes passes on unchanged.
+        launch: The function without arguments that launches, and returns the driver's status.
     """
 
-    def __init__(self, values: bytes, config: LaunchConfig, kernel: int) -> None:
+    def __init__(self, values: bytes, config: LaunchConfig, kernel: int, of: Any = None) -> None:
         self.fields = (ctypes.c_uint64 * (len(values) // 8)).from_buffer_copy(values)
         self.config = config
         self._parameters = (c_void_p * 1)(ctypes.addressof(self.fields))
-        of_launch = (ctypes.addressof(config), kernel, ctypes.addressof(self._parameters), None)
-        # A plain integer would be passed as a C int, which cuts off the upper half of an address.
-        self.addresses = tuple(c_void_p(address) for address in of_launch)
+        addresses = (ctypes.addressof(config), kernel, ctypes.addressof(self._parameters), None)
+        # A plain integer would be passed as a C int, which cuts off the upper half of an address.  ctypes passes on the
+        # results of from_param as they are; of an object it would make them in every launch.
+        self.launch = partial((of or library()).cuLaunchKernelEx, *map(c_void_p.from_param, addresses))
 
 
 class ArgumentPool:
@@ -183,27 +185,20 @@ def make_current(device: int) -> None:
 def launch(arguments: Arguments, index: int, doing: str) -> None:
     """Launch a kernel on a device.
 
+    Args:
+        arguments: The arguments of the launch.
+        index: Number of the device.
+        doing: "launching ..." for the error.
+
     Raises:
         DriverError: the driver refused the launch.
     """
-    status = library().cuLaunchKernelEx(*arguments.addresses)
+    status = arguments.launch()
     if status:
-        check(retry_with_context(status, arguments.addresses, index), doing)
-
-
-def retry_with_context(status: int, arguments: tuple[Any, ...], index: int) -> int:
-    """The status of a launch, repeated with the context of a device current where a missing context was the error.
-
-    Args:
-        status: Status of the first launch.
-        arguments: Arguments of cuLaunchKernelEx.
-        index: Number of the device.
-    """
-    if status != INVALID_CONTEXT:
-        return status
-    make_current(index)
-    repeated: int = library().cuLaunchKernelEx(*arguments)
-    return repeated
+        if status == INVALID_CONTEXT:
+            make_current(index)
+            status = arguments.launch()
+        check(status, doing)
 
 
 def load_kernel(cubin: bytes, name: str) -> int:

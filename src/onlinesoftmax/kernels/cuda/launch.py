@@ -39,7 +39,8 @@ def bind(request: Request) -> Run:
     shards = part.mail if part is not None and request.operation.reduces else None
     shard_words = request.task.rows * part.processes * shard_message_words(request) if part and shards else 0
     has_other_fields = bool(tensors or numbers or mail or shards)
-    launch, stream_of = driver.library().cuLaunchKernelEx, torch._C._cuda_getCurrentRawStream
+    launch, stream_of = driver.launch, torch._C._cuda_getCurrentRawStream
+    doing = f"launching {plan.backend}/{plan.strategy}"
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
@@ -77,10 +78,7 @@ def bind(request: Request) -> Run:
             if shards is not None:
                 boxes = process_mailboxes.MAIL[shards]
                 fields[_NUMBER] = boxes.next_launch(shard_words, stream, index)
-        status = launch(*call.addresses)
-        if status:
-            status = driver.retry_with_context(status, call.addresses, index)
-            driver.check(status, f"launching {plan.backend}/{plan.strategy}")
+        launch(call, index, doing)
         if shards is not None and not fields[_NUMBER]:
             boxes.count_replays()
         give_back(call)
@@ -101,9 +99,7 @@ def may_begin_early(index: int) -> bool:
 def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     """The handle of a kernel, compiled or from the cache, loaded for a device."""
     major, minor = torch.cuda.get_device_capability(index)
-    kernel = driver.load_kernel(compile.cubin(text, f"sm_{major}{minor}"), name)
-    driver.allow(kernel, index, dynamic, cluster)
-    return kernel
+    return driver.load_function(compile.cubin(text, f"sm_{major}{minor}"), name, index, dynamic, cluster)
 
 
 def small_kernel(text: str, name: str, blocks: int, threads: int, values: bytes, early: bool) -> driver.ArgumentPool:

@@ -305,19 +305,19 @@ def load(launch: Launch, device: int) -> Start:
     """Load the kernel of a launch for a GPU."""
     dynamic, cluster = launch.config[3:5]
     function = driver.load_function(launch.cubin, launch.name, device, dynamic, cluster)
+    library = driver.library_for_xla()
 
     def new_call(index: int) -> driver.Arguments:
-        return driver.Arguments(launch.values, driver.launch_config(*launch.config), function)
+        return driver.Arguments(launch.values, driver.launch_config(*launch.config), function, library)
 
     pool, places, size, empty = driver.ArgumentPool(new_call), launch.fields, launch.mail_bytes, launch.empty
     take, give_back = pool.take, pool.give_back
-    library = driver.library_for_xla()
-    launch_kernel, fill = library.cuLaunchKernelEx, library.cuMemsetD8Async
+    fill = library.cuMemsetD8Async
 
     def enqueue(addresses: Sequence[int], stream: int, call: driver.Arguments) -> int:
         """Empty the mailboxes and launch the kernel; the status of the first call that fails, or 0."""
         status = fill(addresses[-1], empty, size, stream) if size else 0
-        return status or launch_kernel(*call.addresses)
+        return status or call.launch()
 
     def start(addresses: Sequence[int], stream: int) -> None:
         call = take(device)

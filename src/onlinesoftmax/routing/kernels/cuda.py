@@ -84,7 +84,7 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
     slopes = -(-experts // 4) * 4 + 1
     words = words_of(shape, rule, sequences, parts)
     words = 1 << (words - 1).bit_length() if words else 0
-    stream_of, launch = torch._C._cuda_getCurrentRawStream, driver.library().cuLaunchKernelEx
+    stream_of = torch._C._cuda_getCurrentRawStream
 
     pool = argument_pool(launch_of(shape, rule, stride, tokens, sequences, parts))
 
@@ -107,9 +107,7 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
         for i, t in enumerate(operands):
             call.fields[i] = 0 if t is None else t.data_ptr()
         call.config.stream = stream
-        status = launch(*call.addresses)
-        if status:
-            driver.check(driver.retry_with_context(status, call.addresses, index), "launching route_kernel")
+        driver.launch(call, index, "launching route_kernel")
         pool.give_back(call)
         found = Routed(weights, chosen, counts, prob_sums, lse)
         return with_losses(found, Losses(*of_losses)) if losses else found

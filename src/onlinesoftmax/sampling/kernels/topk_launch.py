@@ -57,7 +57,7 @@ def _bound(
     listed = (*rows, numbers[-1])
     steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    launch, last = driver.library().cuLaunchKernelEx, dim == len(rows)
+    last = dim == len(rows)
 
     pool = argument_pool(topk.launch_of(shape, count, numbers))
     # This allocation takes half the host time of torch.empty.
@@ -78,9 +78,7 @@ def _bound(
             own, rank = new(rows, steps, real), new(rows, steps, whole)
             fields[1], fields[6], fields[7] = target.data_ptr(), own.data_ptr(), rank.data_ptr()
         call.config.stream = stream_of(index)
-        status = launch(*call.addresses)
-        if status:
-            driver.check(driver.retry_with_context(status, call.addresses, index), "launching topk_kernel")
+        driver.launch(call, index, "launching topk_kernel")
         give_back(call)
         if not last:
             values, indices, logprobs = values.movedim(-1, dim), indices.movedim(-1, dim), logprobs.movedim(-1, dim)

@@ -60,7 +60,6 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
     note_plan(Kind("sample", (count, cols), shape.dtype, f"cuda:{index}"), plan, "no filter is given")
     steps = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    launch = driver.library().cuLaunchKernelEx
     pool = argument_pool(launch_of(shape, count, (stride, cols, slice_of(cols, shape.cluster), 0, 0, 0)))
     # This allocation takes half the host time of torch.empty.
     take, give_back, new = pool.take, pool.give_back, _empty_strided_cuda
@@ -87,9 +86,7 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
         fields[4], fields[5], fields[6] = token.data_ptr(), logprob.data_ptr(), lse.data_ptr()
         fields[7], fields[8] = kept.data_ptr(), valid.data_ptr()
         call.config.stream = stream_of(index)
-        status = launch(*call.addresses)
-        if status:
-            driver.check(driver.retry_with_context(status, call.addresses, index), "launching unfiltered_kernel")
+        driver.launch(call, index, "launching unfiltered_kernel")
         give_back(call)
         return Sampled(token, logprob, lse, kept, valid, None, None, None)
 
