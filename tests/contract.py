@@ -27,7 +27,7 @@ from onlinesoftmax.ops import FORWARD
 from onlinesoftmax.ops import OPERATIONS as DECLARED
 from onlinesoftmax.ops.reference import evaluate, size_of_terms, with_sums
 from onlinesoftmax.planner.strategies import TABLE
-from onlinesoftmax.torch import prepare
+from onlinesoftmax.torch import fast_path, prepare
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
     name: getattr(osm, name) for name in FORWARD if not DECLARED[name].has_target and DECLARED[name].runs_on("eager")
@@ -266,21 +266,22 @@ GUARD = 64
 def poisoned() -> Iterator[list[torch.Tensor]]:
     """Every new tensor of a call begins as NaN and lies between guards, which must stay as they are."""
     buffers: list[torch.Tensor] = []
-    make = torch.empty_like
+    allocator = prepare.allocator
 
-    def guarded(like: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        new = make(like, **kwargs)
-        if new.is_meta:
-            return new
+    def guarded(*memory: Any) -> torch.Tensor:
+        new = torch.empty_strided(*memory[:2], dtype=memory[2], device=DEVICE)
         size = new.untyped_storage().nbytes() // new.itemsize
         buffer = torch.full((size + 2 * GUARD,), 7, dtype=new.dtype, device=new.device)
         buffer[GUARD : GUARD + size] = torch.nan if new.is_floating_point() else -7
         buffers.append(buffer)
         return buffer.as_strided(new.shape, new.stride(), GUARD)
 
+    # A prepared call keeps its allocator.
+    fast_path.forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "empty_like", guarded)
+        patch.setattr(prepare, "allocator", lambda device: allocator(device) if device.type == "meta" else guarded)
         yield buffers
+    fast_path.forget()
     for buffer in buffers:
         assert (buffer[:GUARD] == 7).all(), "written before the beginning of an output"
         assert (buffer[-GUARD:] == 7).all(), "written past the end of an output"

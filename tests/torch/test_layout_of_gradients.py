@@ -38,7 +38,7 @@ def pytorch(name: str, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 class LargeStorages(TorchDispatchMode):
-    """Number of new storages of at least so many bytes."""
+    """New storages of at least so many bytes."""
 
     def __init__(self, least: int) -> None:
         super().__init__()
@@ -74,7 +74,8 @@ def test_nothing_of_the_size_of_the_logits_is_copied(name: str, cut: bool) -> No
             y = OURS[name](x, target)
             (dx,) = torch.autograd.grad(y, x, torch.tensor(factor, device=DEVICE))
             gradient = dx.transpose(1, 2).contiguous()
-        assert len(mode.seen) == 1
+        # A prepared launch allocates the gradient itself, without PyTorch's dispatcher.
+        assert mode.seen <= {dx.untyped_storage()._cdata}
         assert gradient.data_ptr() == dx.data_ptr()
         torch.testing.assert_close(gradient, factor * want)
 
