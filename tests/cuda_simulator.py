@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cuda_clusters import CLUSTERS, SEEN
 from cuda_machine import BUILT_IN, DECLARATIONS, NUMBERS, load_kernel
-from onlinesoftmax.kernels.cuda import merge, messages, params, reduction, source
+from onlinesoftmax.kernels.cuda import merge, messages, multiply, params, reduction, source
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.kernels.sharded import TENSORS, ShardedRows
@@ -304,6 +304,12 @@ def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) 
     parts = [reduction.prologue(one), *map(_replaced, ("row/warp_shuffle", "channel/channel", "pass/reduction"))]
     text = _program(parts, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
+
+
+def launch_multiply(dtypes: tuple[str, str, str], parameter: int, blocks: int, folder: Path) -> None:
+    """Run the kernel of a product on the host with the parameter at an address; dtypes as for multiply.source."""
+    kernel = multiply.source(*dtypes).removeprefix(source.text("numeric/numbers.cuh"))
+    load_kernel(_program([kernel], "Product", multiply.NAME), folder).run(ctypes.c_void_p(parameter), blocks, 1, 1)
 
 
 def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArray[Any]], folder: Path) -> None:

@@ -14,7 +14,7 @@ from .core.arrays import Array, check_no_jax, is_dtensor
 from .core.call import Call, Settings
 from .core.declaration import Operation
 from .core.options import ScoreOptions, checked_options
-from .core.task import Choice
+from .core.task import ANY, Choice
 from .numpy import run as numpy_run
 from .numpy.arguments import ARRAY_TYPES
 from .ops import OPERATIONS
@@ -335,7 +335,8 @@ def token_logprobs(
     runner = _RUNNERS.get(type(logits)) or _find_runner("token_logprobs", type(logits))
     if check:
         runner.check_tokens(logits, index, dim, ignore_index, support)
-    choice = Choice(backend, strategy, batch_invariant)
+    by_default = backend is None and strategy is None and not batch_invariant
+    choice = ANY if by_default else Choice(backend, strategy, batch_invariant)
     return runner.run_tokens(logits, index, dim, options, entropy, choice, ignore_index, support)
 
 

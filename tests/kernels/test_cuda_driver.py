@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from onlinesoftmax.kernels.cuda import driver
+from cuda_simulator import launch_multiply
+from onlinesoftmax.kernels.cuda import driver, multiply
+from onlinesoftmax.kernels.cuda import launch as launches
 
 
 class Driver:
@@ -70,6 +74,40 @@ def test_addresses_reach_the_driver_whole(monkeypatch: pytest.MonkeyPatch) -> No
     driver.launch(arguments, 0, "launching a kernel")
     assert [passed[0], passed[1], passed[3]] == [ctypes.addressof(arguments.config), kernel, None]
     assert ctypes.c_void_p.from_address(passed[2]).value == ctypes.addressof(arguments.fields)
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16", "float32"), ("float32", "float16", "float32")], ids=str)
+@pytest.mark.parametrize("count", [5, 70001])
+def test_a_prepared_product_passes_what_the_kernel_reads(
+    dtypes: tuple[str, str, str], count: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch for a GPU, with a driver that runs the kernel on the host; its second call passes other tensors."""
+
+    def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any) -> int:
+        blocks = driver.LaunchConfig.from_address(config).grid[0]
+        assert blocks == (1 if count == 5 else 2)
+        parameter = ctypes.c_void_p.from_address(parameters).value
+        assert parameter is not None
+        launch_multiply(dtypes, parameter, blocks, folder)
+        return 0
+
+    of_driver = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch))
+    monkeypatch.setattr(driver, "library", lambda: of_driver)
+    monkeypatch.setattr(launches, "loaded", lambda *_: 1)
+    monkeypatch.setattr(launches, "may_begin_early", lambda _: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2))
+    dtype, result, wide = (getattr(torch, name) for name in dtypes)
+    product = None
+    for factor in (-2.5, 1.0):
+        # Rows of 16 bytes; what follows the last element stays.
+        memory = torch.randn(count + 8).to(dtype)
+        x, number, before = memory[:count], torch.tensor(factor, dtype=wide), memory.clone()
+        out = x if result == dtype else torch.full_like(memory, 7, dtype=result)[:count]
+        product = product or multiply.bind(x, number, out)
+        product(x, number, out)
+        assert torch.equal(out, (factor * before[:count].to(wide)).to(result))
+        assert torch.equal(memory[count:], before[count:])
 
 
 def test_a_refusal_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

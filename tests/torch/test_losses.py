@@ -229,13 +229,15 @@ def test_a_gradient_is_multiplied(dtype: torch.dtype, factor: float) -> None:
         want, before = (factor * x[:count].to(wide_dtype)).to(dtype), x.clone()
         backends = ("cuda", "triton") if GPU else ("triton",)
         for backend, factor_dtype in itertools.product(backends, {wide_dtype, dtype}):
-            multiply = registry.small_kernels(backend, "multiply").multiply
+            bind = registry.small_kernels(backend, "multiply").bind
             y, number = before.clone(), torch.tensor(factor, dtype=factor_dtype, device=DEVICE)
-            multiply(y[:count], number, y[:count])
+            in_place = y[:count], number, y[:count]
+            bind(*in_place)(*in_place)
             torch.testing.assert_close(y[:count], want)
             assert torch.equal(y[count:], before[count:])
             for other in {torch.float32} if dtype == torch.float64 else {torch.bfloat16, torch.float32} - {dtype}:
                 out = torch.full_like(before, torch.nan, dtype=other)
-                multiply(before[:count], number, out[:count])
+                elsewhere = before[:count], number, out[:count]
+                bind(*elsewhere)(*elsewhere)
                 torch.testing.assert_close(out[:count], (factor * x[:count].to(wide_dtype)).to(other))
                 assert out[count:].isnan().all()

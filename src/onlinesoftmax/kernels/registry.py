@@ -46,7 +46,7 @@ def load(name: str) -> ModuleType:
 def small_kernels(backend: str, name: str) -> ModuleType:
     """The module of a backend with the small kernels beside the passes over the logits.
 
-    multiply     multiply(x, factor, out) multiplies a contiguous tensor by a tensor of one element, also in place
+    multiply     bind(x, factor, out) gives multiply(x, factor, out): a contiguous tensor times one of one element
     reduction    bind(reduction) gives run(out, tensors), which reduces the rows of a loss
     merge        bind(kernel, rows) gives run(tensors) of the kernel "merge" or "incoming" of sharded rows
     """

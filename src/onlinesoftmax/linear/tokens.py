@@ -175,7 +175,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, keeps: bool) -
     """The product in a dtype; in the memory of the gradient where it has this dtype and nobody needs it again."""
     if not gradient.numel():
         return gradient.to(dtype)
-    return scale_gradient(gradient.clone() if keeps and gradient.dtype == dtype else gradient, factor, dtype)
+    return scale_gradient(gradient, factor, dtype, in_place=not keeps)
 
 
 class LaterFactor(torch.autograd.Function):

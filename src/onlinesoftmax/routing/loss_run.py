@@ -11,9 +11,9 @@ import torch
 
 from ..core.processes import has_processes
 from ..kernels import registry
-from ..torch.arguments import is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
+from ..torch.small_kernels import scale_gradient
 from .results import Routed, WithLosses
 
 Tensor = torch.Tensor
@@ -77,11 +77,7 @@ class _Loss(torch.autograd.Function):
             # Autograd takes the slopes as constants, so the derivative of this gradient comes from the values.
             number = counts.sum()
             return values * (dy * (2 * ctx.factor / (number + (number == 0)))), None, None, None
-        if torch.is_grad_enabled() or is_batched(dy) or not dy.is_cuda:
+        if torch.is_grad_enabled():
             return slopes * dy, None, None, None
-        from ..kernels.cuda.multiply import multiply
-
         # This launch may begin while the kernel before it ends, and waits for it before it reads and writes.
-        dx = torch.empty_like(slopes)
-        multiply(slopes, dy, dx)
-        return dx, None, None, None
+        return scale_gradient(slopes, dy, in_place=False), None, None, None

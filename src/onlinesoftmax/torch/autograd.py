@@ -17,7 +17,7 @@ import torch
 from ..core.call import Call
 from . import formulas
 from .arguments import is_batched
-from .fast_path import PREPARED_CALLS, is_transformed, keep, key_of
+from .fast_path import PREPARED_CALLS, is_transformed, keep, key_of_plain
 from .formulas import accumulator_of
 from .gradients import gradient_call, gradients, is_traced, outputs_of, saved_of, slope_of, unmasked, with_states
 from .prepare import operands_of, prepare
@@ -156,14 +156,17 @@ class Recorded(torch.autograd.Function):
         if recording.stores_gradient:
             # The other results, statistics, have no gradient.
             return None, None if dys[0] is None else _gradient_of_scalar(ctx, dys[0]), *nothing
-        # `zip` with an argument `strict` takes the host a microsecond.
-        given = {recording.dys[i]: dy for i, dy in enumerate(dys) if dy is not None and recording.dys[i]}
+        if recording.run is not None and not torch.is_grad_enabled():
+            tensors = (*ctx.saved_tensors, *dys)
+            key = key_of_plain((recording.run,), *tensors)
+            if key:
+                gradient = PREPARED_CALLS.get(key) or keep(PREPARED_CALLS, key, _prepared_gradient(recording, tensors))
+                return None, gradient(tensors), *nothing
+        given = {name: dy for name, dy in zip(recording.dys, dys, strict=True) if dy is not None and name}
         if not given:
             return None, None, *nothing
-        # A kernel's gradient has no derivative, and a kernel cannot read a batch.  PyTorch's operations can do both.
+        # A kernel's gradient has no derivative, and a kernel cannot read a batch.  PyTorch's operations can.
         needs_pytorch = torch.is_grad_enabled() or any(map(is_batched, given.values()))
-        if recording.run is not None and not needs_pytorch:
-            return None, _prepared_gradient(recording, ctx.saved_tensors, given), *nothing
         saved = dict(zip(recording.saved, ctx.saved_tensors, strict=True))
         call = with_tensors(recording.call, saved)
         if needs_pytorch and recording.by_pytorch is not None:
@@ -181,39 +184,35 @@ class Recorded(torch.autograd.Function):
 _apply = super(torch.autograd.Function, Recorded).apply
 
 
-def _prepared_gradient(recording: Recording, saved: tuple[Tensor, ...], dys: Tensors) -> Tensor:
-    """The gradient of a prepared call with respect to its input, by a launch that is prepared too."""
-    tensors = (*saved, *dys.values())
-    key = key_of((recording.run, *dys), tensors[0], tensors[1:])
-    run = PREPARED_CALLS.get(key)
-    if run is None:
-        named = dict(zip(recording.saved, saved, strict=True))
-        call = with_tensors(recording.call, named)
-        call = gradient_call(call, with_states(call, named, dys, launch), dys, recording.wanted.dtype)
-        run = keep(PREPARED_CALLS, key, _gradient_launch(call, (*recording.saved, *dys)))
-    dx: Tensor = run(tensors)
-    return dx
-
-
-def _gradient_launch(call: Call, names: tuple[str, ...]) -> Callable[[tuple[Tensor, ...]], Tensor]:
-    """The function of tensors of these names that launches the gradient of calls like this one."""
+def _prepared_gradient(recording: Recording, tensors: tuple[Any, ...]) -> Callable[[tuple[Tensor, ...]], Tensor | None]:
+    """The function of (*saved tensors, *incoming gradients) that launches the gradient of calls like this one."""
+    names = (*recording.saved, *recording.dys)
+    named = {name: t for name, t in zip(names, tensors, strict=True) if t is not None and name}
+    saved = {name: named[name] for name in recording.saved}
+    dys = {name: named[name] for name in recording.dys if name in named}
+    if not dys:
+        return lambda _: None
+    call = with_tensors(recording.call, saved)
+    call = gradient_call(call, with_states(call, saved, dys, launch), dys, recording.wanted.dtype)
     operands = operands_of(call)
     run = prepare(call, operands)
     numbers = {name: value for name, value in operands.items() if not isinstance(value, Tensor)}
     # A kernel calls the saved input "logits" if its own input is the saved output.  The result of logsumexp is lse.
-    saved_as = {"logits": "x"} if "lse" in names else {"logits": "x", "lse": "y"}
+    saved_as = {"logits": "x"} if "lse" in named else {"logits": "x", "lse": "y"}
     place_of_input = names.index("x" if call.operation.scores else "y")
     # If the main result has no incoming gradient, dy is a tensor of zeros.
-    zeros = "dy" in operands and "dy" not in names
+    zeros = "dy" in operands and "dy" not in named
     needed = [name for name in operands if name not in numbers and (name != "dy" or not zeros)]
     places = [(name, names.index(saved_as.get(name, name))) for name in needed]
     place_like_dy = names.index("m") if zeros else 0
 
     def gradient(tensors: tuple[Tensor, ...]) -> Tensor:
-        given = {name: tensors[place] for name, place in places}
+        given: dict[str, Any] = {**numbers}
+        for name, place in places:
+            given[name] = tensors[place]
         if zeros:
             given["dy"] = torch.zeros_like(tensors[place_like_dy])
-        dx: Tensor = run(tensors[place_of_input], None, {**given, **numbers} if numbers else given)
+        dx: Tensor = run(tensors[place_of_input], None, given)
         return dx
 
     return gradient
@@ -235,16 +234,16 @@ def _save_with_gradient(ctx: Any, recording: Recording, everything: tuple[Tensor
 
 def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
     """The gradient of a loss that is reduced to a scalar, from the gradient that forward has written."""
-    traced, gradient = torch.compiler.is_compiling(), ctx.gradient
+    recording: Recording = ctx.recording
+    traced, gradient = recording.run is None and torch.compiler.is_compiling(), ctx.gradient
     first = traced or not torch.is_grad_enabled()
     if first and ctx.hooked:
         gradient = ctx.saved_tensors[-1]
     if first and gradient is not None:
-        if not traced and keeps_graph():
-            return scale_gradient(gradient.clone(), dy)
-        ctx.gradient = None
-        return scale_gradient(gradient, dy)
-    recording: Recording = ctx.recording
+        keeps = not traced and keeps_graph()
+        if not keeps:
+            ctx.gradient = None
+        return scale_gradient(gradient, dy, in_place=not keeps)
     # Raises PyTorch's error where an earlier backward pass has freed the graph.
     saved = dict(zip(recording.saved, ctx.saved_tensors[: len(recording.saved)], strict=True))
     if recording.by_pytorch is None:

@@ -68,6 +68,23 @@ def key_of(arguments: tuple[Any, ...], x: Tensor, operands: Iterable[Tensor | No
     return key
 
 
+def key_of_plain(arguments: Any, *tensors: Any) -> tuple[Any, ...]:
+    """The key of a call whose tensors a kernel can read; () where it cannot read one, or one is of another type."""
+    key: tuple[Any, ...] = (arguments,)
+    try:
+        for t in tensors:
+            if t is None:
+                key += (None,)
+            elif type(t) is not Tensor or t.is_neg():
+                return ()
+            else:
+                key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+    except RuntimeError:
+        # A sparse tensor, a nested one and a batch of vmap have no strides or no address.
+        return ()
+    return key
+
+
 def are_constant(options: ScoreOptions | None) -> bool:
     """True for score options that can be part of a key: they have no tensors."""
     return options is None or (type(options.scale) is float and options.bias is None and options.mask is None)
@@ -81,7 +98,6 @@ def is_transformed() -> bool:
 # Looking up a name in a module costs the host as much as calling some of these.
 _is_compiling, _is_recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _is_autocast, _is_transformed = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
-_STRIDED = torch.strided
 
 
 def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[Any, ...], Any]:
@@ -97,8 +113,6 @@ def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[A
     if (
         type(x) is not Tensor
         or _is_compiling()
-        or x.layout is not _STRIDED
-        or x.is_nested
         or x.is_neg()
         or _is_transformed()
         or forward_ad._current_level >= 0  # `is_transformed` without the time of a call
@@ -106,19 +120,20 @@ def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[A
     ):
         return (), None
     recording = _is_recording()
-    # The key is that of `key_of`, made in the loop of the checks: a second loop takes the host 0.3 microseconds.
-    key: tuple[Any, ...]
-    key = ((arguments, recording and x.requires_grad), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-    for t in operands:
-        if t is None:
-            key += (None,)
-        elif type(t) is not Tensor or t.layout is not _STRIDED or t.is_neg() or (recording and t.requires_grad):
-            # The checks of the general path raise the error for an operand that requires a gradient.
-            return (), None
-        else:
-            key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
     try:
+        # The key is that of `key_of`, made in the loop of the checks: a second loop takes the host 0.3 microseconds.
+        key: tuple[Any, ...]
+        key = ((arguments, recording and x.requires_grad), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
+        for t in operands:
+            if t is None:
+                key += (None,)
+            elif type(t) is not Tensor or t.is_neg() or (recording and t.requires_grad):
+                # The checks of the general path raise the error for an operand that requires a gradient.
+                return (), None
+            else:
+                key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
         return key, PREPARED_CALLS.get(key)
-    except TypeError:
-        # An argument, as a NumPy array, cannot be part of a key.  The checks of the general path name it.
+    except (RuntimeError, TypeError):
+        # A tensor has no strides or no address (`key_of_plain`), or an argument, as a NumPy array, cannot be part of a
+        # key.  The general path takes the tensor, and its checks name the argument.
         return (), None

@@ -33,8 +33,7 @@ def run_plain(
 ) -> torch.Tensor:
     """Run a call without score options, dtype and batch invariance, with little host time."""
     if type(x) is torch.Tensor:
-        one = type(dim) is int or operation.per_row or not isinstance(dim, tuple | list)
-        if one and x.is_cpu and out is None and choice == ANY:
+        if x.is_cpu and out is None and choice == ANY and (operation.per_row or not isinstance(dim, tuple | list)):
             try:
                 return eager.call_plain(operation, x, dim, keepdim)
             except NotImplementedError as error:

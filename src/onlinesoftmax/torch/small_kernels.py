@@ -16,6 +16,7 @@ from ..kernels import registry
 from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
 from .arguments import is_batched
+from .fast_path import PREPARED_CALLS, keep, key_of_plain
 from .formulas import accumulator_of
 from .gradients import is_traced
 from .loss_arguments import Loss, scaled, scaled_weight
@@ -153,29 +154,52 @@ def backend_for(t: Tensor) -> str | None:
     return next((name for name in ("cuda", "triton") if registry.unavailable(name) is None), None)
 
 
-def scale_gradient(gradient: Tensor, factor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def scale_gradient(
+    gradient: Tensor, factor: Tensor, dtype: torch.dtype | None = None, in_place: bool = True
+) -> Tensor:  # fmt: skip
     """Multiply a gradient by a tensor of one element: in place, except in a trace or under vmap or into another dtype.
 
     In place, our kernel reads and writes nothing where the factor is 1; PyTorch's `mul_` always does.  Into another
     dtype, PyTorch takes twice as long as one read and one write.
+
+    Args:
+        gradient, factor: The tensors.
+        dtype: Dtype of the product; None for that of the gradient.
+        in_place: False to write a new tensor.
     """
-    if is_traced(factor) or is_batched(factor):
-        return (gradient * factor).to(dtype or gradient.dtype)
-    out = gradient if dtype in (None, gradient.dtype) else torch.empty_like(gradient, dtype=dtype)
+    key = () if torch.compiler.is_dynamo_compiling() else key_of_plain((_scaler, dtype, in_place), gradient, factor)
+    run = PREPARED_CALLS.get(key) if key else None
+    if run is None:
+        if is_traced(factor) or is_batched(factor):
+            return (gradient * factor).to(dtype or gradient.dtype)
+        run = _scaler(gradient, factor, dtype or gradient.dtype, in_place)
+        if key:
+            keep(PREPARED_CALLS, key, run)
+    scaled: Tensor = run(gradient, factor)
+    return scaled
+
+
+def _scaler(
+    gradient: Tensor, factor: Tensor, dtype: torch.dtype, in_place: bool
+) -> Callable[[Tensor, Tensor], Tensor]:  # fmt: skip
+    """The function (gradient, factor) that does what `scale_gradient` does with tensors like these."""
+    in_place = in_place and dtype == gradient.dtype
+    out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
     # The kernel takes the elements in their order in memory, so the gradient may have any dense layout.
-    dense = gradient.is_contiguous() or gradient.untyped_storage().nbytes() == gradient.nbytes
+    dense = torch.ops.aten.is_non_overlapping_and_dense(gradient)
     # Triton's interpreter truncates where it should round.
-    rounds = out is gradient or gradient.is_cuda
+    rounds = in_place or gradient.is_cuda
     backend = backend_for(gradient) if dense and rounds and aligned(gradient) else None
-    if backend is None:
-        return torch.mul(gradient, factor, out=out)
-    multiply = registry.small_kernels(backend, "multiply").multiply
-    if gradient.is_cuda and torch._C._cuda_getDevice() != gradient.get_device():
-        with torch.cuda.device(gradient.device):
-            multiply(gradient, factor, out)
-    else:
+    multiply = registry.small_kernels(backend, "multiply").bind(gradient, factor, out) if backend else None
+
+    def run(gradient: Tensor, factor: Tensor) -> Tensor:
+        out = gradient if in_place else torch.empty_like(gradient, dtype=dtype)
+        if multiply is None:
+            return torch.mul(gradient, factor, out=out)
         multiply(gradient, factor, out)
-    return out
+        return out
+
+    return on_device(run, gradient.device)
 
 
 def may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
@@ -225,17 +249,17 @@ def prepared_sharded(kernel: str, rows: ShardedRows, device: torch.device) -> Ca
     return on_device(run, device)
 
 
-def on_device(run: Callable[..., None], device: torch.device) -> Callable[..., None]:
+def on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
     """A launch that makes its device the current one."""
     if device.type != "cuda":
         return run
+    index, current_device = device.index, torch._C._cuda_getDevice
 
-    def on_device(*arguments: Any) -> None:
-        if torch._C._cuda_getDevice() == device.index:
-            run(*arguments)
-        else:
-            with torch.cuda.device(device):
-                run(*arguments)
+    def on_device(*arguments: Any) -> Any:
+        if current_device() == index:
+            return run(*arguments)
+        with torch.cuda.device(device):
+            return run(*arguments)
 
     return on_device
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -20,31 +21,30 @@ One such block fills a multiprocessor.  More threads would take longer to launch
 NAME = "multiply_kernel"
 
 
-def multiply(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-    """Write x · factor to `out`, which may be x itself; then nothing is read or written where the factor is 1.
+def bind(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> Callable[..., None]:
+    """The function multiply(x, factor, out) of tensors like these, which writes x · factor to `out`.
 
     Args:
         x: Contiguous tensor on a GPU whose first element lies on 16 bytes.
         factor: Floating-point tensor of one element on the same GPU.
-        out: x, or another tensor of its shape, as contiguous and aligned.
+        out: x itself, and then nothing is read or written where the factor is 1; or another tensor of its shape, as
+            contiguous and aligned.
     """
-    index = x.get_device()
-    most, pool = _prepared(x.dtype, out.dtype, factor.dtype, index)
-    call = pool.take(index)
-    call.fields[0], call.fields[1] = x.data_ptr(), out.data_ptr()
-    call.fields[2], call.fields[3] = factor.data_ptr(), x.numel()
-    call.config.grid[0] = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
-    call.config.stream = torch._C._cuda_getCurrentRawStream(index)
-    driver.launch(call, index, "launching multiply_kernel")
-    pool.give_back(call)
+    index, text = x.get_device(), source(*(str(t.dtype).removeprefix("torch.") for t in (x, out, factor)))
+    most = torch.cuda.get_device_properties(index).multi_processor_count
+    blocks = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
+    pool = small_kernel(text, NAME, blocks, THREADS, bytes(24) + x.numel().to_bytes(8, "little"), True)
+    take, give_back, stream_of = pool.take, pool.give_back, torch._C._cuda_getCurrentRawStream
 
+    def multiply(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        call = take(index)
+        fields = call.fields
+        fields[0], fields[1], fields[2] = x.data_ptr(), out.data_ptr(), factor.data_ptr()
+        call.config.stream = stream_of(index)
+        driver.launch(call, index, "launching multiply_kernel")
+        give_back(call)
 
-@cache
-def _prepared(dtype: torch.dtype, out: torch.dtype, factor: torch.dtype, index: int) -> tuple[int, driver.ArgumentPool]:
-    """(blocks that fill the device, arguments of launches)."""
-    text = source(*(str(name).removeprefix("torch.") for name in (dtype, out, factor)))
-    count = torch.cuda.get_device_properties(index).multi_processor_count
-    return count, small_kernel(text, NAME, 1, THREADS, bytes(32), True)
+    return multiply
 
 
 @cache

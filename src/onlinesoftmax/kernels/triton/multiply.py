@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -25,18 +26,21 @@ def multiply_kernel(x_ptr, y_ptr, factor_ptr, count, IN_PLACE: tl.constexpr, ACC
         tl.store(y_ptr + at, (x.to(ACC) * factor).to(y_ptr.dtype.element_ty), mask=at < count)
 
 
-def multiply(x: Any, factor: Any, out: Any) -> None:
-    """Write x · factor to `out`, which may be x itself; then nothing is read or written where the factor is 1.
+def bind(x: Any, factor: Any, out: Any) -> Callable[..., None]:
+    """The function multiply(x, factor, out) of tensors like these, which writes x · factor to `out`.
 
     Args:
         x: Contiguous torch tensor.
         factor: Floating-point tensor of one element on the same device.
-        out: x, or another contiguous tensor of its shape.
+        out: x itself, and then nothing is read or written where the factor is 1; or another contiguous tensor of its
+            shape.
     """
-    if x.numel():
-        accumulator = tl.float64 if x.dtype.itemsize == 8 else tl.float32
-        with LOADING:
-            blocks = (triton.cdiv(x.numel(), BLOCK),)
-            multiply_kernel[blocks](
-                x, out, factor, x.numel(), out.data_ptr() == x.data_ptr(), accumulator, BLOCK, num_warps=8
-            )
+    count, accumulator = x.numel(), tl.float64 if x.dtype.itemsize == 8 else tl.float32
+    blocks, in_place = (triton.cdiv(count, BLOCK),), out.data_ptr() == x.data_ptr()
+
+    def multiply(x: Any, factor: Any, out: Any) -> None:
+        if count:
+            with LOADING:
+                multiply_kernel[blocks](x, out, factor, count, in_place, accumulator, BLOCK, num_warps=8)
+
+    return multiply
