@@ -119,6 +119,37 @@ def test_out_is_checked_in_every_call() -> None:
     assert torch.equal(x, expected)
 
 
+def test_negations_that_pytorch_has_put_off_are_carried_out_in_operands() -> None:
+    def negated(*shape: int) -> torch.Tensor:
+        t = torch.randn(shape, dtype=torch.complex64, device=DEVICE).conj().imag
+        assert t.is_neg()
+        return t
+
+    def same(ours: Any, expected: Any, dy: torch.Tensor) -> None:
+        x = torch.randn(3, 40, device=DEVICE, requires_grad=True)
+        for _ in range(2):
+            y, wanted = ours(x), expected(x)
+            torch.testing.assert_close(y, wanted)
+            for graph in (False, True):
+                how = {"retain_graph": True, "create_graph": graph}
+                gradients = [torch.autograd.grad(each, x, dy, **how) for each in (y, wanted)]
+                torch.testing.assert_close(*gradients)
+
+    bias, scale, target = negated(3, 40), negated(3, 1), torch.tensor([1, 2, 3], device=DEVICE)
+    cross_entropy = torch.nn.functional.cross_entropy
+    same(lambda x: osm.softmax(x, 1, **HOW), lambda x: torch.softmax(x, 1), negated(3, 40))
+    same(lambda x: osm.logsumexp(x, 1, **HOW), lambda x: torch.logsumexp(x, 1), negated(3))
+    same(
+        lambda x: osm.softmax(x, 1, bias=bias, scale=scale, batch_invariant=True, **HOW),
+        lambda x: torch.softmax(x * scale + bias, 1), negated(3, 40),
+    )  # fmt: skip
+    for reduction, dy in (("mean", negated(1)[0]), ("none", negated(3))):
+        same(
+            lambda x, reduction=reduction: osm.cross_entropy(x, target, reduction=reduction, **HOW),
+            lambda x, reduction=reduction: cross_entropy(x, target, reduction=reduction), dy,
+        )  # fmt: skip
+
+
 def test_a_lazy_negation_is_left_to_pytorch_or_refused() -> None:
     x = torch.randn(3, 4, dtype=torch.complex64, device=DEVICE).conj().imag
     assert x.is_neg()

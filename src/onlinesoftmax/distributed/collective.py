@@ -238,6 +238,6 @@ def cut(operands: Operands, first: int, end: int) -> Operands:
 
 def _contiguous(dy: Tensor | None) -> Tensor | None:
     """An incoming gradient whose elements are neighbours, the first on 16 bytes, as the kernels were prepared for."""
-    if dy is None or (dy.is_contiguous() and aligned(dy)):
+    if dy is None or (dy.is_contiguous() and aligned(dy) and not dy.is_neg()):
         return dy
-    return dy.clone(memory_format=torch.contiguous_format)
+    return dy.resolve_neg().clone(memory_format=torch.contiguous_format)

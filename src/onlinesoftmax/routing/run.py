@@ -8,7 +8,7 @@ import torch
 
 from ..core.processes import has_processes
 from ..kernels import registry
-from ..torch.arguments import is_batched
+from ..torch.arguments import is_lazy
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.namespace import NAMESPACE
@@ -150,8 +150,8 @@ class _Recorded(torch.autograd.Function):
         if all(dy is None for dy in wanted):
             return None, None, None
         call = ctx.how._replace(x=x, bias=bias, mask=mask)
-        # A kernel's gradient has no derivative, and a kernel cannot read a batch.
-        if torch.is_grad_enabled() or any(map(is_batched, wanted)):
+        # A kernel's gradient has no derivative, and a kernel cannot read a lazy tensor.
+        if torch.is_grad_enabled() or any(map(is_lazy, wanted)):
             return _gradient_by_pytorch(call, indices, wanted), None, None
         found = Routed(weights, indices, None, None, lse)
         of_losses = None if slopes is None else LossGradients(balance, z_loss, slopes)

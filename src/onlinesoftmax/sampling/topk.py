@@ -10,7 +10,7 @@ from ..core.call import Call, Settings
 from ..core.task import ANY
 from ..kernels import registry
 from ..ops import OPERATIONS
-from ..torch.arguments import check_scale_is_constant, is_batched
+from ..torch.arguments import check_scale_is_constant, is_lazy
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES, accumulator_of
@@ -80,8 +80,8 @@ class Listed(torch.autograd.Function):
         if not given:
             return None, None, None
         logits = how.logits._replace(x=x)
-        # A kernel's gradient has no derivative, and a kernel cannot read a batch.
-        if torch.is_grad_enabled() or any(map(is_batched, given.values())) or not _has_kernels(x):
+        # A kernel's gradient has no derivative, and a kernel cannot read a lazy tensor.
+        if torch.is_grad_enabled() or any(map(is_lazy, given.values())) or not _has_kernels(x):
             return _gradient_by_pytorch(logits, indices, target, given), None, None
         if not how.k:
             m, l = lse, torch.ones_like(lse)

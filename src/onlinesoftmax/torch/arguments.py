@@ -74,6 +74,14 @@ def is_batched(t: torch.Tensor | None) -> bool:
     return _hides_for_autograd(t) or _hides_for_func(t)
 
 
+def is_lazy(t: torch.Tensor | None) -> bool:
+    """True for a tensor whose memory does not hold its values, so that a kernel cannot read it.
+
+    It is a batch (`is_batched`), or the result of a negation that PyTorch has put off, as in `z.conj().imag`.
+    """
+    return is_batched(t) or (t is not None and not torch.compiler.is_dynamo_compiling() and t.is_neg())
+
+
 # torch.autograd.grad and torch.func hide dimensions in two ways.
 _hides_for_autograd: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 _hides_for_func: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor

@@ -16,7 +16,7 @@ import torch
 
 from ..core.call import Call
 from . import formulas
-from .arguments import is_batched
+from .arguments import is_lazy
 from .fast_path import PREPARED_CALLS, is_transformed, keep, key_of_plain
 from .formulas import accumulator_of
 from .gradients import gradient_call, gradients, is_traced, outputs_of, saved_of, slope_of, unmasked, with_states
@@ -165,8 +165,8 @@ class Recorded(torch.autograd.Function):
         given = {name: dy for name, dy in zip(recording.dys, dys, strict=True) if dy is not None and name}
         if not given:
             return None, None, *nothing
-        # A kernel's gradient has no derivative, and a kernel cannot read a batch.  PyTorch's operations can.
-        needs_pytorch = torch.is_grad_enabled() or any(map(is_batched, given.values()))
+        # A kernel's gradient has no derivative, and a kernel cannot read a lazy tensor.  PyTorch's operations can.
+        needs_pytorch = torch.is_grad_enabled() or any(map(is_lazy, given.values()))
         saved = dict(zip(recording.saved, ctx.saved_tensors, strict=True))
         call = with_tensors(recording.call, saved)
         if needs_pytorch and recording.by_pytorch is not None:

@@ -83,23 +83,22 @@ def backend_of(call: Call, outputs: tuple[str, ...]) -> str:
 def operands_of(call: Call) -> Mapping[str, Any]:
     """The operands besides the input, by the names that kernels have for them, in shapes that broadcast to the input.
 
-    A number is given as its bits.
+    A number is given as its bits.  A negation that PyTorch has put off, as in `z.conj().imag`, is carried out.
     """
     options = call.options
     operands = broadcastable(call) if call.beside else {}
-    if options is None:
-        return operands
-    if options.bias is not None:
-        operands["bias"] = options.bias
-    if options.mask is not None:
-        operands["mask"] = options.mask
-    if isinstance(options.scale, torch.Tensor):
-        operands["scale"] = options.scale
-    elif options.scale != 1:
-        operands["scale"] = bits(options.scale)
-    if options.softcap is not None:
-        operands["softcap"] = bits(options.softcap)
-    return operands
+    if options is not None:
+        if options.bias is not None:
+            operands["bias"] = options.bias
+        if options.mask is not None:
+            operands["mask"] = options.mask
+        if isinstance(options.scale, torch.Tensor):
+            operands["scale"] = options.scale
+        elif options.scale != 1:
+            operands["scale"] = bits(options.scale)
+        if options.softcap is not None:
+            operands["softcap"] = bits(options.softcap)
+    return {name: t.resolve_neg() if isinstance(t, torch.Tensor) else t for name, t in operands.items()}
 
 
 def broadcastable(call: Call) -> dict[str, Any]:

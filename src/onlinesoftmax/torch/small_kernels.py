@@ -15,7 +15,7 @@ import torch
 from ..kernels import registry
 from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
-from .arguments import is_batched
+from .arguments import is_lazy
 from .fast_path import PREPARED_CALLS, keep, key_of_plain
 from .formulas import accumulator_of
 from .gradients import is_traced
@@ -170,7 +170,7 @@ def scale_gradient(
     key = () if torch.compiler.is_dynamo_compiling() else key_of_plain((_scaler, dtype, in_place), gradient, factor)
     run = PREPARED_CALLS.get(key) if key else None
     if run is None:
-        if is_traced(factor) or is_batched(factor):
+        if is_traced(factor) or is_lazy(factor):
             return (gradient * factor).to(dtype or gradient.dtype)
         run = _scaler(gradient, factor, dtype or gradient.dtype, in_place)
         if key:
