@@ -42,6 +42,21 @@ def test_score_options_and_dims() -> None:
     )
 
 
+def test_wide_options_do_not_widen_narrow_logits() -> None:
+    rng = np.random.default_rng(9)
+    # Scores that are equal in float32 and not in float64.
+    z, bias = rng.normal(size=(40, 50)).round(1).astype(np.float32), rng.normal(size=(40, 50)).round(1)
+    for dtype in (np.float64, np.float16):
+        given = {"bias": bias.astype(dtype), "top_k": 7, "top_logprobs": 3}
+        assert_same(osm.sample(z, seed=3, **given), by_torch(z, 3, **given))
+    scale = rng.uniform(0.5, 2, (40, 1))
+    listed = osm.topk_logprobs(torch.from_numpy(z), 3, scale=torch.from_numpy(scale), target=torch.arange(40))
+    want = osm.topk_logprobs(z, 3, scale=scale, target=np.arange(40))
+    for a, b in zip(listed, want, strict=True):
+        assert a.numpy().dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def test_without_a_seed_the_generator_decides() -> None:
     z = np.zeros((100, 50), np.float32)
     one, other = (osm.sample(z, generator=np.random.default_rng(8)).token for _ in range(2))
