@@ -316,3 +316,82 @@ def test_a_group_of_numpy_arrays_is_named() -> None:
 def test_the_error_names_the_argument_and_the_next_step(call: Callable[[], Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
         call()
+
+
+NUMBERS: dict[str, tuple[str, ...]] = {
+    "sample": ("temperature", "top_k", "top_p", "min_p", "seed", "offset", "softcap", "top_logprobs", "return_support"),
+    "topk_logprobs": ("k", "softcap"),
+    "route": ("k", "groups", "group_k", "group_score", "renormalize", "scale", "counts", "prob_sums", "dense"),
+    "token_logprobs": ("ignore_index", "softcap", "entropy"),
+    "linear_cross_entropy": (
+        "reduction", "ignore_index", "label_smoothing", "z_loss", "softcap", "return_stats", "memory",
+    ),
+    "linear_token_logprobs": ("ignore_index", "softcap", "memory"),
+}  # fmt: skip
+"""Arguments of functions that are numbers, words or flags."""
+
+WHOLE = (
+    "top_k",
+    "seed",
+    "offset",
+    "top_logprobs",
+    "return_support",
+    "k",
+    "groups",
+    "group_k",
+    "ignore_index",
+    "memory",
+)
+"""Those that are integers."""
+
+OPERANDS: dict[str, tuple[str, ...]] = {
+    "sample": ("logits", "bias", "mask"), "topk_logprobs": ("logits", "target", "scale", "mask"),
+    "route": ("logits", "indices"), "token_logprobs": ("logits", "index", "scale", "mask"),
+    "linear_cross_entropy": ("input", "linear_weight", "target", "linear_bias", "weight", "scale", "token_weight"),
+    "linear_token_logprobs": ("input", "linear_weight", "target", "linear_bias", "scale"),
+}  # fmt: skip
+"""Arguments of functions that are arrays."""
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy", "jax"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_value_of_a_wrong_kind_names_its_argument(name: str, library: str) -> None:
+    if library == "numpy" and name.startswith("linear"):
+        pytest.skip("heads take no arrays of NumPy")
+    jnp: Any = pytest.importorskip("jax.numpy") if library == "jax" else None
+    make = {"torch": torch.from_numpy, "numpy": np.asarray, "jax": getattr(jnp, "asarray", None)}[library]
+    x, target, seed = make(np.zeros((3, 5), np.float32)), make(np.array([0, 1, 4])), 1
+    heads = {"input": make(HIDDEN.numpy()), "linear_weight": make(HEAD.numpy()), "target": target}
+    given = {
+        "sample": {"seed": seed},
+        "topk_logprobs": {"k": 2},
+        "route": {"k": 2},
+        "token_logprobs": {"index": target},
+    }
+    arguments = {"logits": x, **given[name]} if name in given else heads
+    wrong = [np.array(["a"]), np.array("a"), np.array([None]), "x", {}, object(), 1j]
+    wrong += [torch.ones(3, 5).to_sparse()] if library == "torch" else []
+    cases = [(argument, value) for argument in NUMBERS[name] + OPERANDS[name] for value in wrong]
+    cases += [(argument, np.array(1.5)) for argument in NUMBERS[name] if argument in WHOLE]
+    cases += [(argument, 10**30) for argument in OPERANDS[name] if argument != "scale"]
+    cases += [("mask", np.float64(0.5))] if "mask" in OPERANDS[name] else []
+    for argument, value in cases:
+        said = "where" if argument == "mask" and library == "jax" else argument
+        with pytest.raises((TypeError, ValueError, RuntimeError), match=said):
+            getattr(osm.jax if jnp else osm, name)(**{**arguments, said: value})
+
+
+def test_numbers_that_no_array_holds() -> None:
+    loss = osm.linear_cross_entropy(HIDDEN, HEAD, TARGET, z_loss=10**30)
+    assert loss == osm.linear_cross_entropy(HIDDEN, HEAD, TARGET, z_loss=1e30)
+    assert osm.cross_entropy(X, TARGET, z_loss=10**30) == osm.cross_entropy(X, TARGET, z_loss=1e30)
+    for call in (lambda n: osm.cross_entropy(X, TARGET, ignore_index=n), lambda n: HEAD_LOSS(ignore_index=n)):
+        with pytest.raises(ValueError, match="ignore_index must fit int64, got 1"):
+            call(10**30)
+    with pytest.raises(TypeError, match=r"token_weight must hold real numbers, got torch\.complex64"):
+        HEAD_LOSS(token_weight=torch.ones(3, dtype=torch.complex64))
+    with pytest.raises(TypeError, match="scale must be a number or a tensor, not ndarray"):
+        osm.linear_token_logprobs(HIDDEN, HEAD, TARGET, scale=np.ones((3, 5)))
+
+
+HEAD_LOSS = partial(osm.linear_cross_entropy, HIDDEN, HEAD, TARGET)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .core.annotations import A, Backend, FullyMasked, LossOptions, Reduction, Strategy
+from .core.arguments import check_flags
 from .core.arrays import Array, check_no_jax, is_dtensor
 from .core.call import Call, Settings
 from .core.declaration import Operation
@@ -262,6 +263,8 @@ def cross_entropy(
         tensor(0.6931)
     """
     scores = _options("cross_entropy", scale, softcap, None, mask, False, "nan")
+    if return_stats is not False:
+        check_flags("cross_entropy()", return_stats=return_stats)
     runner = _RUNNERS.get(type(input)) or _find_runner("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant and dtype is None
     settings = _LOSS_SETTINGS if by_default else Settings(1, dtype, False, Choice(backend, strategy, batch_invariant))
@@ -332,6 +335,8 @@ def token_logprobs(
         tensor([-0.6931,  0.0000])
     """
     options = _options("token_logprobs", scale, softcap, None, mask, False, "nan")
+    if entropy is not True:
+        check_flags("token_logprobs()", entropy=entropy)
     runner = _RUNNERS.get(type(logits)) or _find_runner("token_logprobs", type(logits))
     if check:
         runner.check_tokens(logits, index, dim, ignore_index, support)

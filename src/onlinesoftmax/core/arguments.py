@@ -90,7 +90,8 @@ def check_options(library: Library, call: Call, function: str = "") -> None:
     caller = f"{operation}()"
     for name, option in SCORE_OPTIONS.items():
         t = getattr(options, name)
-        if not option.tensor or t is None or isinstance(t, float):
+        # NumPy's float64 is a float too, and no mask.
+        if not option.tensor or t is None or (option.kind == "row" and isinstance(t, float)):
             continue
         library.check_array(caller, name, t, x)
         if library.kind_of(t) != option.dtype:
@@ -114,12 +115,23 @@ def checked_number(library: Library, function: str, argument: str, value: Any, k
     Raises:
         TypeError: the value is not a number of this kind.
     """
+    if type(value) is kind:  # a symbol of a trace too, of which no methods can be asked
+        return value
     is_number = hasattr(value, "__index__" if kind is int else "__float__") and not (
-        kind is int and isinstance(value, bool)
+        kind is int and isinstance(value, bool | np.bool_)
     )
-    if not is_number or not library.is_number(argument, value, kind):
-        raise TypeError(f"{function}(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
-    return kind(value)
+    if is_number and library.is_number(argument, value, kind):
+        # An array of several elements, or of letters, has both methods; int() would cut off the fraction of a number.
+        with suppress(TypeError, ValueError, OverflowError):
+            return operator.index(value) if kind is int else float(value)
+    raise TypeError(f"{function}(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
+
+
+def check_flags(caller: str, **flags: Any) -> None:
+    """Raise an error for a flag that is no bool."""
+    for argument, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{caller}: {argument} must be a bool, not {type(value).__name__}")
 
 
 def check_logits(library: Library, caller: str, argument: str, x: Any, other: str, target: Any) -> None:

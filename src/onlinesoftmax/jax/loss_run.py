@@ -21,7 +21,7 @@ from . import custom_op, loss_total
 from .eager import filled, logsumexp_of, scores, scores_at
 from .exchange import signed, whole_target
 from .loss_total import LossReduction
-from .prepare import Axis, Rows, as_array, axes_of, check_no_list, checked_array, checked_input, rows_of
+from .prepare import Axis, Rows, as_array, axes_of, checked_array, checked_input, rows_of
 from .run import Numbers, call_on, results
 from .signature import Values
 
@@ -249,8 +249,7 @@ def _weighted_sums(
 
 
 def _labels(name: str, argument: str, labels: Any) -> Array:
-    check_no_list(name, argument, labels)
-    found = jnp.asarray(labels)
+    found = as_array(name, argument, labels)
     if jnp.issubdtype(found.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument} must not be complex, got {found.dtype}")
     return found

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import jax
@@ -102,11 +104,7 @@ def rows_of(name: str, x: Array, axis: Axis, options: ScoreOptions, axis_name: A
 def checked_input(name: str, x: Any, argument: str = "") -> Array:
     """The input of an operation as an array; the logits of an operation with targets are floating-point."""
     argument = argument or ("logits" if has_target(name) else "x")
-    check_no_list(name, argument, x)
-    if array_kind(x) == "torch":
-        # JAX would not compute its gradient.
-        raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
-    x = jnp.asarray(x)
+    x = as_array(name, argument, x)
     if has_target(name):
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(f"{name}: {argument} must be floating point, got {x.dtype}")
@@ -152,7 +150,7 @@ def _checked_options(name: str, x: Array, axes: tuple[int, ...], options: ScoreO
     found: Values = {}
     for option in SCORE_OPTIONS.values():
         value = getattr(options, option.name)
-        if not option.tensor or value is None or isinstance(value, float):
+        if not option.tensor or (isinstance(value, float) if option.kind == "row" else value is None):
             continue
         t = checked_array(name, x, option.name, value)
         if option.kind == "row" and math.prod(t.shape) != 1:
@@ -171,10 +169,35 @@ def as_array(name: str, argument: str, value: Any) -> Array:
     Raises:
         TypeError: JAX makes no array of it.
     """
-    try:
-        return jnp.asarray(value)
-    except TypeError:
-        raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}") from None
+    check_no_list(name, argument, value)
+    if array_kind(value) == "torch":
+        # JAX would not compute its gradient.
+        raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
+    # A number that fits no dtype is an OverflowError, and a dtype has no shape.
+    with suppress(TypeError, ValueError, OverflowError):
+        if np.ndim(value) or not isinstance(value, type):
+            return jnp.asarray(value)
+    raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}")
+
+
+def checked_integer(name: str, argument: str, value: Any) -> int:
+    """An argument that is an integer."""
+    if not isinstance(value, bool | np.bool_):
+        try:
+            return operator.index(value)
+        except TypeError:
+            # JAX says how to pass a number that is traced.
+            if isinstance(value, jax.core.Tracer):
+                raise
+    raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
+
+
+def checked_dtype(name: str, argument: str, dtype: Any) -> Any:
+    """An argument that is a dtype or its name."""
+    with suppress(TypeError, ValueError):
+        if array_kind(dtype) is None and dtype is not None:
+            return jnp.dtype(dtype)
+    raise TypeError(f"{name}: {argument} must be a dtype or its name, not {type(dtype).__name__}")
 
 
 def checked_array(name: str, x: Array, option: str, value: Any) -> Array:

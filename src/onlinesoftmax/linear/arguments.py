@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..core.arguments import wrong_weight
-from ..core.arrays import advice, check_no_jax
-from ..core.options import checked_options
+from ..core.arrays import check_no_jax
+from ..core.options import checked_options, is_number
 from ..core.plan_log import Kind, note_plan
 from ..core.task import ITEMSIZE
 from ..core.wrong_calls import OTHER_MEANS, check_loss
@@ -112,7 +112,7 @@ def check_tensors(
     for argument, t in given.items():
         if not isinstance(t, Tensor):
             check_no_jax(name, type(t))
-            raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}{advice(type(t))}")
+        TORCH.check_array(f"{name}()", argument, t)
         if type(t).__name__ == "DTensor" and not dtensors:
             raise TypeError(f"{name}(): {argument} is a DTensor here; pass its to_local()")
         if t.device != input.device:
@@ -151,7 +151,11 @@ def checked_options_of(name: str, scale: Any, softcap: Any, head: Head | None = 
         name, scale, softcap: The name of the public function, and its arguments.
         head: Its tensors; None where the scale must be a number.
     """
+    if not isinstance(scale, Tensor) and not is_number(scale):
+        # checked_options takes an array of any library, which the caller compares with the input.
+        raise TypeError(f"{name}(): scale must be a number or a tensor, not {type(scale).__name__}")
     if isinstance(scale, Tensor):
+        TORCH.check_array(f"{name}()", "scale", scale)
         if head is None:
             raise TypeError(f"{name}(): scale must be a number, not Tensor")
         caller, dtype = f"{name}()", head.input.dtype
@@ -208,7 +212,7 @@ def check_token_loss(name: str, loss: Any, per_token: int, reduction: Any) -> No
         raise TypeError(f"{name}(): argument 'loss' must be a function, not {type(loss).__name__}")
     if not torch.compiler.is_dynamo_compiling():  # which cannot trace the check
         check_loss(f"{name}()", loss, per_token)
-    if reduction not in ("mean", "sum"):
+    if not isinstance(reduction, str) or reduction not in ("mean", "sum"):
         raise ValueError(f"{name}(): reduction must be 'mean' or 'sum', got {reduction!r}{OTHER_MEANS}")
 
 
@@ -221,8 +225,9 @@ def checked_per_token(name: str, argument: str, t: Any, head: Head) -> Tensor:
 
 def check_per_token(name: str, argument: str, t: Any, shape: tuple[int, ...], device: torch.device) -> None:
     """Check a tensor with one number for each token of this shape."""
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name}(): argument '{argument}' must be Tensor, not {type(t).__name__}{advice(type(t))}")
+    TORCH.check_array(f"{name}()", argument, t)
+    if TORCH.kind_of(t) == "other":
+        raise TypeError(f"{name}(): {argument} must hold real numbers, got {t.dtype}")
     if tuple(t.shape) != tuple(shape):
         raise ValueError(f"{name}(): {argument} has shape {tuple(t.shape)}, and must have {tuple(shape)}")
     if t.device != device:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.arguments import check_flags
 from ..core.call import LossStatistics, Settings, TokenLogprobs
 from ..ops.cross_entropy.arguments import checked_numbers
 from ..torch.arguments import TORCH, check_dtype, check_weight, checked_number
@@ -108,6 +109,7 @@ def cross_entropy(
     return_stats: bool, memory: Any, acc_dtype: Any,
 ) -> Any:  # fmt: skip
     """Compute `linear_cross_entropy` of arguments that are not checked; `numbers` has those of `checked_loss`."""
+    check_flags("linear_cross_entropy()", return_stats=return_stats)
     call = checked_loss(tensors, numbers, weight, token_weight, dtype, memory, acc_dtype)
     (head, loss, factor, dtype, *_), divisor = call, None
     if weight is not None and scales_weight(head.target, weight, loss):

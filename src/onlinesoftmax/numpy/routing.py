@@ -6,12 +6,13 @@ The functions have the names and the arguments of those for torch tensors in rou
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..core.arrays import Array, namespace, quiet
-from ..routing import formulas, selection
+from ..routing import formulas, rules, selection
 from ..routing.results import Routed
 from ..routing.rules import Call, Rule, check_arrays, sizes_of
 from ..sampling.formulas import ordered
@@ -40,6 +41,9 @@ CHOOSING = selection.Functions(
 
 OF_RESULTS = formulas.Functions(namespace(np.zeros(1)), np.sqrt, np.log1p, lambda t: t, _take)
 """NumPy's functions for the formulas."""
+
+
+check_logits = partial(rules.check_logits, NUMPY)
 
 
 def checked_call(

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..core.annotations import A
+from ..core.arguments import check_flags
 from ..core.arrays import check_no_jax, is_dtensor
 from ..core.processes import group_or_default
 from ..kernels.registry import needing
 from . import losses
 from .presets import PRESETS
 from .results import Routed
-from .rules import check_flags, checked_rule
+from .rules import checked_rule
 
 if TYPE_CHECKING:
     import torch
@@ -114,10 +115,10 @@ def route(
         }  # fmt: skip
         return _of_dtensor(logits, k, {"bias": bias, "mask": mask, "indices": indices}, options)
     arguments, run = _modules("route", logits)
-    shape: Any = getattr(logits, "shape", ())
-    experts, of_groups = shape[-1] if len(shape) else 1, (groups, group_k, group_score)
-    rule = checked_rule("route()", experts, k, score, order, of_groups, renormalize, scale)
-    check_flags(counts=counts, prob_sums=prob_sums, dense=dense)
+    arguments.check_logits(logits)
+    shape, of_groups = logits.shape, (groups, group_k, group_score)
+    rule = checked_rule("route()", shape[-1], k, score, order, of_groups, renormalize, scale)
+    check_flags("route()", counts=counts, prob_sums=prob_sums, dense=dense)
     call = arguments.checked_call(logits, bias, mask, indices, rule, counts, prob_sums)
     found: Routed = run.route(call, tuple(shape[:-1]), dense)
     if indices is None and not isinstance(logits, np.ndarray):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..torch.arguments import TORCH
 from ..torch.formulas import accumulator_of
+from . import rules
 from .rules import Call, Rule, check_arrays, sizes_of
 
 Tensor = torch.Tensor
+
+check_logits = partial(rules.check_logits, TORCH)
 
 
 def checked_call(

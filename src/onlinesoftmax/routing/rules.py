@@ -143,6 +143,16 @@ class LossGradients(NamedTuple):
         return Gradients(given.weights, sums, of_lse)
 
 
+def check_logits(library: Library, logits: Any) -> None:
+    """Raise an error for logits that are no floating-point array with a dimension of experts."""
+    caller = "route()"
+    library.check_array(caller, "logits", logits)
+    if library.kind_of(logits) != "floating":
+        raise NotImplementedError(f"{caller}: logits must be floating point, got {logits.dtype}")
+    if not logits.ndim:
+        raise ValueError(f"{caller}: logits must have a dimension of experts, got a number")
+
+
 def check_arrays(
     library: Library, logits: Any, bias: Any, mask: Any, indices: Any, k: Any, mask_name: str = "mask"
 ) -> None:
@@ -155,11 +165,7 @@ def check_arrays(
         mask_name: Name of the mask, for errors.
     """
     caller = "route()"
-    library.check_array(caller, "logits", logits)
-    if library.kind_of(logits) != "floating":
-        raise NotImplementedError(f"{caller}: logits must be floating point, got {logits.dtype}")
-    if not logits.ndim:
-        raise ValueError(f"{caller}: logits must have a dimension of experts, got a number")
+    check_logits(library, logits)
     rows, experts = tuple(logits.shape[:-1]), logits.shape[-1]
     for argument, t, kind in (
         ("bias", bias, "floating"),
@@ -178,13 +184,6 @@ def check_arrays(
         raise ValueError(f"{caller}: {mask_name} of shape {tuple(mask.shape)} does not broadcast to the tokens' {rows}")
     if indices is not None and tuple(indices.shape) != (*rows, k):
         raise ValueError(f"{caller}: indices must have shape {(*rows, k)}, got {tuple(indices.shape)}")
-
-
-def check_flags(**flags: Any) -> None:
-    """Raise an error for a flag that is no bool."""
-    for argument, value in flags.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"route(): {argument} must be a bool, not {type(value).__name__}")
 
 
 def sizes_of(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -260,6 +259,8 @@ def _checked_groups(caller: str, experts: int, k: int, given: tuple[Any, Any, An
 
 def _whole(caller: str, argument: str, value: Any) -> int:
     """An integer; a bool is none."""
+    if type(value) is int:  # a symbol of a trace too, of which no methods can be asked
+        return value
     if isinstance(value, bool) or not is_number(value) or not hasattr(value, "__index__"):
         raise TypeError(f"{caller}: {argument} must be an int, not {type(value).__name__}")
     return int(value)

@@ -76,6 +76,7 @@ def checked_of_rows(logits: Logits, argument: str, value: Any, dtype: str, low: 
     whole = not wide.is_floating_point
     count, wanted = math.prod(logits.rows), "an int" if whole else "a number"
     if isinstance(value, Tensor):
+        TORCH.check_array(f"{name}()", argument, value)
         if TORCH.kind_of(value) not in (("integer",) if whole else ("integer", "floating")):
             raise TypeError(f"{name}(): {argument} must be {wanted} or a tensor of such, got {value.dtype}")
         if value.device.type == "cpu" and not value.dim() and not x.is_cpu:

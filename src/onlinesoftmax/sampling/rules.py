@@ -149,8 +149,11 @@ def checked_parameters(
 
 def checked_between(logits: Logits, argument: str, value: Any, whole: bool, low: float, high: float) -> Any:
     """A number from `low` to `high`, an integer where `whole` is True."""
-    name, kind, flag = logits.name, int if whole else float, isinstance(value, bool | np.bool_)
-    if flag or not hasattr(value, "__index__" if whole else "__float__") or getattr(value, "shape", ()) != ():
+    name, kind, method = logits.name, int if whole else float, "__index__" if whole else "__float__"
+    # A symbol of a trace has the type of a number, and cannot be asked for methods.
+    plain = type(value) is int or type(value) is kind
+    flag = isinstance(value, bool | np.bool_)
+    if not plain and (flag or not hasattr(value, method) or getattr(value, "shape", ()) != ()):
         wanted, array = "an int" if whole else "a number", type(logits.x).__name__
         raise TypeError(f"{name}(): {argument} must be {wanted} or {array}, as logits is, not {type(value).__name__}")
     number = checked_number(logits.library, name, argument, value, kind)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...core.arguments import wrong_weight
 from ...core.arrays import Array, accumulator, array_kind
@@ -17,7 +15,7 @@ from ...core.options import ARRAY, ScoreOptions, check_softcap, is_number
 from ...core.wrong_calls import OTHER_MEANS
 from .. import array_types
 from ..exchange import checked_names, devices, signed
-from ..prepare import check_no_list
+from ..prepare import as_array, checked_dtype, checked_integer
 from ..signature import Names
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -75,8 +73,8 @@ def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], s
     if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
         raise ValueError(f"{name}: axis_name {axis_name!r} must name axes of jax.shard_map, not of vmap")
     labels = "input", "linear_weight", "target"
-    x, weight, target = (_array(name, argument, t) for argument, t in zip(labels, arrays[:3], strict=True))
-    bias = None if arrays[3] is None else _array(name, "linear_bias", arrays[3])
+    x, weight, target = (as_array(name, argument, t) for argument, t in zip(labels, arrays[:3], strict=True))
+    bias = None if arrays[3] is None else as_array(name, "linear_bias", arrays[3])
     if x.dtype.name not in DTYPES:
         raise TypeError(f"{name}: input must be one of {', '.join(DTYPES)}, got {x.dtype}")
     hidden = x.shape[-1] if x.ndim else "hidden"
@@ -106,31 +104,17 @@ def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], s
     return Head(x, weight, None if bias is None else array_types.vary(bias, every), target, given, scale, names)
 
 
-def _array(name: str, argument: str, value: Any) -> Array:
-    check_no_list(name, argument, value)
-    if array_kind(value) == "torch":
-        raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
-    return jnp.asarray(value)
-
-
 def _checked_options(name: str, scale: Any, softcap: Any, shape: tuple[int, ...]) -> tuple[ScoreOptions, Array | None]:
     """The score options, and the scale of each token where it is an array."""
     check_softcap(name, softcap)
     softcap = None if softcap is None else float(softcap)
     if is_number(scale):
         return ScoreOptions(float(scale), softcap), None
-    if not hasattr(scale, "dtype") or not jnp.issubdtype(scale.dtype, jnp.floating):
+    if array_kind(scale) not in ("numpy", "jax") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"{name}: scale must be a number or a floating-point array, got {scale!r}")
     if math.prod(scale.shape) == 1 and scale.shape != shape:
         scale = jnp.broadcast_to(jnp.asarray(scale).reshape(()), shape)
     return ScoreOptions(ARRAY, softcap), checked_constant(name, "scale", scale, shape)
-
-
-def checked_integer(name: str, argument: str, value: Any) -> int:
-    """An argument that is an integer."""
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
-    return operator.index(value)
 
 
 def checked_memory(name: str, memory: Any) -> int | None:
@@ -146,7 +130,7 @@ def checked_memory(name: str, memory: Any) -> int | None:
 def checked_acc_dtype(name: str, acc_dtype: Any, x: Array) -> str:
     """The dtype in which the gradient of a weight is added up; None is float32 or float64."""
     wide = accumulator(x)
-    found = wide if acc_dtype is None else jnp.dtype(acc_dtype).name
+    found = wide if acc_dtype is None else checked_dtype(name, "acc_dtype", acc_dtype).name
     if found == "float16":
         raise ValueError(f"{name}: acc_dtype=float16 would overflow: its largest number is 65504")
     if found not in (x.dtype.name, wide):
@@ -176,7 +160,7 @@ def checked_reduction(name: str, reduction: Any, *kinds: str) -> str:
 
 def checked_constant(name: str, argument: str, value: Any, shape: tuple[int, ...]) -> Array:
     """An array of real numbers of a shape, without a gradient."""
-    t = _array(name, argument, value)
+    t = as_array(name, argument, value)
     if jnp.issubdtype(t.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument} must hold real numbers, got {t.dtype}")
     if t.shape != shape:

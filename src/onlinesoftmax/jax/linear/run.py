@@ -15,6 +15,7 @@ from ...core.wrong_calls import check_loss
 from .. import array_types
 from ..exchange import local_target
 from ..loss_run import TokenLogprobs
+from ..prepare import checked_dtype, checked_integer
 from ..signature import Values
 from . import rows
 from .arguments import (
@@ -22,7 +23,6 @@ from .arguments import (
     checked_acc_dtype,
     checked_constant,
     checked_head,
-    checked_integer,
     checked_memory,
     checked_numbers,
     checked_reduction,
@@ -62,7 +62,7 @@ def cross_entropy(
         token_weight = checked_constant(name, "token_weight", token_weight, head.x.shape[:-1])
     if not isinstance(return_stats, bool):
         raise TypeError(f"{name}: return_stats must be a bool, not {type(return_stats).__name__}")
-    dtype = head.x.dtype if dtype is None else jnp.dtype(dtype)
+    dtype = head.x.dtype if dtype is None else checked_dtype(name, "dtype", dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating point, got {dtype}")
 

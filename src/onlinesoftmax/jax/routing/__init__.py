@@ -7,9 +7,10 @@ from typing import Any, Literal
 import jax
 from jax.typing import ArrayLike
 
+from ...core.arguments import check_flags
 from ...routing import losses
 from ...routing.results import Routed
-from ...routing.rules import check_flags, checked_rule
+from ...routing.rules import checked_rule
 from ..exchange import checked_names, devices
 from ..prepare import AxisName
 from . import run
@@ -57,7 +58,7 @@ def route(
     name = "route"
     x = run.checked_logits(logits)
     rule = checked_rule(f"{name}()", x.shape[-1], k, score, order, (groups, group_k, group_score), renormalize, scale)
-    check_flags(counts=counts, prob_sums=prob_sums, dense=dense)
+    check_flags("route()", counts=counts, prob_sums=prob_sums, dense=dense)
     return run.route(x, run.checked_operands(x, bias, where, indices, rule), rule, counts, prob_sums, dense)
 
 

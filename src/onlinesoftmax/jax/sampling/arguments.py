@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import numpy as np
 from ...core.arrays import Array, array_kind, broadcasts
 from ...core.options import ScoreOptions, is_number
 from ...sampling.rules import LARGEST_INT64, bounds
-from ..prepare import Rows, checked_input, rows_of
+from ..prepare import Rows, checked_input, checked_integer, rows_of
 
 
 class Words(NamedTuple):
@@ -29,9 +28,7 @@ class Words(NamedTuple):
 
 def checked_rows(name: str, logits: Any, axis: Any, options: ScoreOptions, argument: str = "logits") -> Rows:
     """The logits with their tokens on the last axis, and the arrays of the score options."""
-    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
-        raise TypeError(f"{name}: axis must be an int, not {type(axis).__name__}")
-    rows = rows_of(name, checked_input(name, logits, argument), operator.index(axis), options)
+    rows = rows_of(name, checked_input(name, logits, argument), checked_integer(name, "axis", axis), options)
     if not rows.cols:
         raise ValueError(f"{name}: {argument} has no tokens, its shape is {rows.shape}")
     return rows
@@ -112,9 +109,7 @@ def _is_floating(value: Any) -> bool:
 
 def checked_count(name: str, argument: str, value: Any, tokens: int, low: int = 0) -> int:
     """A number of tokens, at most those of a row."""
-    if isinstance(value, bool | np.bool_) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
-    number = operator.index(value)
+    number = checked_integer(name, argument, value)
     if not low <= number <= tokens:
         raise ValueError(f"{name}: {argument} must be from {low} to the {tokens} tokens of a row, got {value}")
     return number

@@ -9,6 +9,8 @@ from ...core.arrays import Array
 
 NAME = "cross_entropy"
 
+LARGEST_INT64 = 2**63 - 1
+
 
 def class_dim(x: Array) -> int:
     """The dimension of the classes, as PyTorch has it: the second, or the only one."""
@@ -24,17 +26,21 @@ def checked_numbers(
 
     Raises:
         TypeError: one of them is no number.
-        ValueError: reduction is wrong.
+        ValueError: reduction or ignore_index is wrong.
         RuntimeError: label_smoothing is out of range.
     """
     index, smoothing, z_loss = numbers
-    if not (type(index) is int and type(smoothing) in (float, int) and type(z_loss) in (float, int)):
+    # An array takes no int beyond int64.
+    plain = type(z_loss) is float or (type(z_loss) is int and abs(z_loss) <= LARGEST_INT64)
+    if not (plain and type(index) is int and type(smoothing) in (float, int)):
         numbers = (
             checked_number(library, name, "ignore_index", index, int),
             checked_number(library, name, "label_smoothing", smoothing, float),
             checked_number(library, name, "z_loss", z_loss, float),
         )
-    if reduction not in ("none", "mean", "sum"):
+    if not -LARGEST_INT64 <= numbers[0] <= LARGEST_INT64:
+        raise ValueError(f"{name}(): ignore_index must fit int64, got {numbers[0]}")
+    if not isinstance(reduction, str) or reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
     if not 0.0 <= numbers[1] <= 1.0:
         raise RuntimeError(f"{name}(): label_smoothing must be between 0.0 and 1.0, got {numbers[1]}")
