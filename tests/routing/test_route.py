@@ -236,3 +236,31 @@ def test_a_prepared_call_runs_the_kernel_that_was_bound(monkeypatch: pytest.Monk
         osm.route(copied, 4, mask=mask, **given).indices, osm.route(copied, 4, mask=mask, **given).indices
     )
     assert len(runs) == 2
+
+
+def test_scores_of_both_signs_that_add_up_to_0() -> None:
+    """The gradient is 0 too: the weights of such a token are a constant."""
+    x = torch.tensor([[1.0, 1.0, 0.0, -2.0], [3.0, -1.0, -1.0, 1.0]], requires_grad=True)
+    found, alone = osm.route(x, 4, score="identity"), osm.route(x.detach().numpy(), 4, score="identity")
+    want = torch.tensor([[0.0, 0.0, 0.0, 0.0], [1.5, 0.5, -0.5, -0.5]])
+    assert torch.equal(found.weights, want)
+    assert np.array_equal(alone.weights, want)
+    (dx,) = torch.autograd.grad(found.weights[:, 0].sum(), x)
+    assert dx[0].tolist() == [0.0] * 4
+    assert dx[1].any()
+
+
+def test_losses_of_numpy_arrays_have_their_dtype_and_raise_nothing() -> None:
+    x = np.full((2, 5, 4), -90.0, np.float32)
+    x[..., 1] = 0
+    with np.errstate(all="raise"):
+        for logits in (x, x[0], x[0, 0], x[:, :0], x.astype(np.float64)):
+            found = osm.route(logits, 2, prob_sums=True)
+            same = osm.route(torch.from_numpy(np.array(logits)), 2, prob_sums=True)
+            for kind in ("switch", "sequence"):
+                loss = osm.load_balancing_loss(found, kind)
+                assert loss.dtype == logits.dtype
+                np.testing.assert_allclose(loss, osm.load_balancing_loss(same, kind), rtol=1e-6)
+            loss = osm.router_z_loss(found)
+            assert loss.dtype == logits.dtype
+            np.testing.assert_allclose(loss, osm.router_z_loss(same), rtol=1e-6, atol=1e-30)

@@ -18,7 +18,7 @@ import numpy as np
 
 from ..core.annotations import A
 from ..core.arguments import check_flags
-from ..core.arrays import check_no_jax, is_dtensor
+from ..core.arrays import check_no_jax, is_dtensor, quiet
 from ..core.processes import group_or_default
 from ..kernels.registry import needing
 from . import losses
@@ -184,6 +184,8 @@ def load_balancing_loss(
     def loss(routed: Any) -> Any:
         return losses.load_balancing_loss(routed, kind, lambda counts: total(counts, group), _fused_of(routed, group))
 
+    if _is_numpy(routed):
+        return _of_numpy(routed, loss)
     return loss(routed) if not _has_dtensors(routed) else _of_processes(routed, group, loss)
 
 
@@ -214,7 +216,19 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
         fused = _fused_of(routed, group)
         return losses.router_z_loss(routed, lambda counts: total(counts, group, together=True), fused)
 
+    if _is_numpy(routed):
+        return _of_numpy(routed, loss)
     return loss(routed) if not _has_dtensors(routed) else _of_processes(routed, group, loss, over_tokens=True)
+
+
+def _is_numpy(routed: Any) -> bool:
+    return isinstance(routed, Routed) and isinstance(routed.lse, np.ndarray | np.generic)
+
+
+@quiet
+def _of_numpy(routed: Routed, loss: Callable[[Routed], Any]) -> Any:
+    """The loss of NumPy arrays in the dtype of lse: a product of int32 and float32 is float64 there."""
+    return routed.lse.dtype.type(loss(routed))
 
 
 def _has_dtensors(routed: Any) -> bool:
@@ -237,7 +251,7 @@ def check_no_group(group: Any) -> None:
 
 def _fused_of(routed: Any, group: Any) -> losses.Fused | None:
     """The function that computes a loss of torch tensors by a kernel; None for arrays of NumPy."""
-    if not isinstance(routed, Routed) or isinstance(routed.lse, np.ndarray):
+    if not isinstance(routed, Routed) or _is_numpy(routed):
         return None
     from . import loss_run
 

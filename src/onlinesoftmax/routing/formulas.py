@@ -146,7 +146,9 @@ def weights_of(of: Functions, x: Array, out: Array | None, lse: Array, rule: Rul
             scores = score_of(of, x, rule)
         scores = of_chosen(scores)
         if rule.renormalize:
-            scores = scores / _divisor(xp, xp.sum(scores, -1))
+            total = xp.sum(scores, -1)
+            # Scores of both signs may add up to 0; divided by infinity, they and their derivatives are 0.
+            scores = scores / xp.where(total == 0, math.inf, total)
     return of_chosen(scores if rule.scale == 1 else scores * rule.scale)
 
 
