@@ -290,3 +290,16 @@ def test_the_last_columns_in_the_memory_of_the_gradient(
             torch.testing.assert_close(one, other, equal_nan=True)
         ours, theirs = ours[0], theirs[0]
     same_with_gradients(ours, theirs, [t for t, one in zip((x, w, b), wanted, strict=True) if one])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_default_dtype_is_not_that_of_a_loss(reduction: str) -> None:
+    x, w, _, target = head()
+    x, w = x.detach().float(), w.detach().float()
+    torch.set_default_dtype(torch.float64)
+    try:
+        loss = osm.linear_token_loss(x, w, target, lambda logprob, *_: -logprob, reduction=reduction)
+        assert loss.dtype == torch.float32
+        assert osm.linear_token_logprobs(x, w, target).logprob.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)

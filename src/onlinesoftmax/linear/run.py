@@ -260,7 +260,7 @@ def token_loss(
         # An ignored token has no gradient, whatever the loss makes of it.
         y = loss(*[t.masked_fill(ignored, 0.0) for t in found], *beside)
         y = divided((_checked_losses(name, y, counts).masked_fill(ignored, 0.0) * factor).sum(), divisor)
-        return y if count is None else y + torch.where(count == 0, torch.nan, 0.0)
+        return y if count is None else y.masked_fill(count == 0, torch.nan)
     in_place = sum_dtype.itemsize < counts.itemsize
     plan = noted(name, *head[:2], plan_for(name, head, memory, sharing=sharing, in_place=in_place))
     own_target = of_target if sharing is None else sharing.local(of_target)
@@ -294,7 +294,7 @@ def token_loss(
 
     work = Work(plan, of_chunk, ignored, records(head), sharing, sum_dtype)
     total = divided(whole(KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]), divisor)
-    return total if count is None else total + torch.where(count == 0, torch.nan, 0.0)
+    return total if count is None else total.masked_fill(count == 0, torch.nan)
 
 
 def _checked_losses(name: str, y: Any, like: Tensor, *others: Tensor) -> Tensor:
@@ -366,7 +366,7 @@ def divided(y: Tensor, divisor: Tensor | None) -> Tensor:
     """The quotient; with a divisor of 0 it is NaN and has no gradient."""
     if divisor is None:
         return y
-    return y * divisor.reciprocal().where(divisor != 0, 0.0) + torch.where(divisor == 0, torch.nan, 0.0)
+    return (y * divisor.reciprocal().where(divisor != 0, 0.0)).masked_fill(divisor == 0, torch.nan)
 
 
 def needs_whole_rows(loss: Loss, target: Tensor, weight: Tensor | None, stats: bool) -> bool:

@@ -108,7 +108,7 @@ def _over_tokens(
     found = run.cross_entropy(here.tensors, ("sum", *index, scale, softcap), weight, factor, wide, *given)
     y, *stats = found if isinstance(found, tuple) else (found,)
     y = run.divided(team.over_tokens(y), divisor)
-    y = y if count is None else y + torch.where(count == 0, torch.nan, 0.0)
+    y = y if count is None else y.masked_fill(count == 0, torch.nan)
     y = y.to(dtype or (wide if is_autocast(x) else x.dtype))
     return (y, *stats) if stats else y
 

@@ -43,7 +43,7 @@ def cross_entropy(
     if loss.reduction == "none":
         return y.reshape(head.shape).to(dtype)
     y = run.divided(team.over_tokens(y), divisor)
-    y = y if count is None else y + torch.where(count == 0, torch.nan, 0.0)
+    y = y if count is None else y.masked_fill(count == 0, torch.nan)
     return y.to(dtype)
 
 
