@@ -226,3 +226,46 @@ def test_nothing_waits_for_the_gpu() -> None:
     for _ in range(3):
         graph.replay()
     torch.testing.assert_close(x.grad, want)
+
+
+FROM_LOGITS: dict[str, Any] = {
+    "sample": lambda x: osm.sample(x, seed=3, top_p=0.8, top_logprobs=2, return_support=4),
+    "listed": lambda x: osm.topk_logprobs(x, 3, target=torch.ones(x.shape[:-1], dtype=torch.int64)),
+    "route": lambda x: osm.route(x, 2, prob_sums=True, dense=True),
+    "grouped": lambda x: osm.route(x, 2, score="sigmoid", bias=torch.linspace(0, 1, 9), groups=3, group_k=2),
+    "verify": lambda x: osm.verify(x.unsqueeze(1), x.new_zeros(x.shape[0], 0).long(), seed=4, top_k=3),
+}
+
+
+@pytest.mark.parametrize("name", FROM_LOGITS)
+def test_tokens_and_experts_of_any_number_of_rows(name: str) -> None:
+    function = FROM_LOGITS[name]
+
+    class Model(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return tuple(function(x))
+
+    few, many = (torch.randn(n, 9, generator=torch.Generator().manual_seed(n)) for n in (4, 31))
+    shapes = ({0: torch.export.Dim("rows", min=2, max=100)},)
+    program = torch.export.export(Model(), (few,), dynamic_shapes=shapes).module()
+    for x in (few, many):
+        torch.testing.assert_close(program(x), tuple(function(x)), equal_nan=True)
+
+
+def test_numbers_that_are_symbols_of_a_trace() -> None:
+    x, graphs = torch.randn(4, 9), CompileCounterWithBackend("eager")
+
+    def token(p: float, seed: int, softcap: float) -> Any:
+        found = osm.sample(x, seed=seed, temperature=p, top_p=p, min_p=p / 9, offset=seed, softcap=softcap)
+        return found.token, found.logprob
+
+    def weights(scale: float, k: int) -> Any:
+        return osm.route(x, k, scale=scale).weights
+
+    compiled = torch.compile(token, backend=graphs, fullgraph=True, dynamic=True)
+    for given in ((0.3, 5, 9.0), (0.7, 6, 9.0), (0.9, 2**40, 9.0)):
+        torch.testing.assert_close(compiled(*given), token(*given))
+    assert graphs.frame_count == 1
+    compiled = torch.compile(weights, backend="eager", fullgraph=True, dynamic=True)
+    for given in ((0.5, 2), (1.5, 3)):
+        torch.testing.assert_close(compiled(*given), weights(*given))

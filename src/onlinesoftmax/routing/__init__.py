@@ -222,7 +222,7 @@ def router_z_loss(routed: Routed, *, group: torch.distributed.ProcessGroup | Non
 
 
 def _is_numpy(routed: Any) -> bool:
-    return isinstance(routed, Routed) and isinstance(routed.lse, np.ndarray | np.generic)
+    return isinstance(routed, Routed) and isinstance(routed.lse, (np.ndarray, np.generic))
 
 
 @quiet

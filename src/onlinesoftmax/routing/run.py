@@ -44,7 +44,7 @@ def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> R
     whole = None
     if dense:
         places = indices.clamp(min=0).long()
-        whole = weights.new_zeros(len(weights), experts).scatter_add(1, places, weights).reshape(*rows, experts)
+        whole = weights.new_zeros(weights.shape[0], experts).scatter_add(1, places, weights).reshape(*rows, experts)
     of_sequences = (*rows[:-1], experts)
     counts = None if counts is None else counts.reshape(of_sequences)
     sums = None if sums is None else sums.reshape(of_sequences)

@@ -25,7 +25,7 @@ def _listed(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
 
 
 def _fake(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
-    wide, rows = accumulator_of(z.dtype, z.dtype), len(z)
+    wide, rows = accumulator_of(z.dtype, z.dtype), z.shape[0]
     dtypes = [wide, torch.int64] if target is not None else []
     values, lse = z.new_empty(rows, k, dtype=wide), z.new_empty(rows, dtype=wide)
     indices, of_target = z.new_empty(rows, k, dtype=torch.int64), [z.new_empty(rows, dtype=each) for each in dtypes]

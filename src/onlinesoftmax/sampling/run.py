@@ -76,8 +76,10 @@ def _by_kernel(
 
 def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
     """`sample` of scores (rows, tokens) by PyTorch's operations, on a CPU a chunk of rows at a time."""
-    count = max(CHUNK // scores.shape[1], 1) if scores.device.type == "cpu" else max(len(scores), 1)
-    chunks = []
+    # A trace would have one graph for each number of chunks.
+    if not scores.is_cpu or torch.compiler.is_compiling():
+        return _sample(scores, parameters, seed, offset, raw, top)
+    count, chunks = max(CHUNK // scores.shape[1], 1), []
     for first in range(0, max(len(scores), 1), count):
         part = slice(first, first + count)
         of_part = parameters.map(operator.itemgetter(part))
@@ -99,7 +101,7 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     if raw:
         found = _without_filters(found, scores.dtype == torch.float64)
     # With a filter, the tokens are in the order of their scores already.
-    best = torch.arange(top, device=scores.device).expand(len(scores), top)
+    best = torch.arange(top, device=scores.device).expand(scores.shape[0], top)
     columns = torch.cat([column, best if parameters.filters else largest(scores, top)], 1)
     return sampled_of(found, columns, kept, scores.dtype)
 
@@ -124,7 +126,7 @@ def verify(
     if draft is not None:
         of_draft = distribution_of(draft.scores(), parameters.map(lambda t: t.repeat_interleave(n)))
     seeds = seed.repeat_interleave(n + 1), (offset.unsqueeze(1) + positions).flatten()
-    left = verified(of_target, drafts.reshape(len(seed), n).long(), of_draft, *seeds, scores.dtype)
+    left = verified(of_target, drafts.reshape(seed.shape[0], n).long(), of_draft, *seeds, scores.dtype)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
 
 

@@ -157,7 +157,7 @@ def _by_operator(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
 def _sums(z: Tensor, m: Tensor) -> Tensor:
     """The sum of exp(z - m) of each row, (rows, 1) in the dtype of m; NaN in a row without a softmax."""
     # The sums of PyTorch's log_softmax have errors of 1e-4 in rows of 2^20 tokens on a CPU.
-    count = max(CHUNK // z.shape[1], 1) if z.is_cpu else len(z)
+    count = max(CHUNK // z.shape[1], 1) if z.is_cpu else z.shape[0]
     parts = zip(z.split(count), m.split(count), strict=True)
     return torch.cat([(part.to(m.dtype) - of_part).exp_().sum(1, keepdim=True) for part, of_part in parts])
 
