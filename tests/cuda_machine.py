@@ -216,7 +216,11 @@ void copy_unseen(void* to, const void* from, unsigned long size) {
 // The first switch to a fiber uses setcontext.  Later switches use the compiler's long jumps, because setcontext makes
 // a system call, and ThreadSanitizer replaces the library's longjmp.  A function may not jump to a place in itself, so
 // the functions below are not inlined.
-struct Fiber { ucontext_t context; void* place[5]; bool begun, done; void* announced; };
+// A fiber sleeps at a barrier until another round begins, which costs less to ask than a switch to the fiber.
+struct Fiber {
+    ucontext_t context; void* place[5]; bool begun, done; void* announced; const Barrier* at; int round;
+    bool sleeps() const { return at && at->round == round; }
+};
 struct Running : Block {
     std::vector<Fiber> fibers;
     void* scheduler[5];
@@ -237,7 +241,9 @@ void Barrier::wait(int threads) {
     const int now = round;
     release(&rounds[now % 2]);
     if (++arrived == threads) arrived = 0, ++round;
-    while (round == now) yield();
+    Fiber& fiber = running().fibers[simulated_block->thread.x];
+    fiber.at = this, fiber.round = now;
+    if (fiber.sleeps()) yield();
     acquire(&rounds[now % 2]);
     running().some_went_on = true;
 }
@@ -261,8 +267,8 @@ static void fiber_begins() {
     if (!__builtin_setjmp(r.scheduler)) enter(fiber);
 }
 
-// Stacks are kept, because the system takes long to make their memory.
-constexpr size_t STACK = 1 << 18;
+// Stacks are kept: their memory takes long to make.  A power of two apart, they would share few lines of the caches.
+constexpr size_t STACK = (1 << 18) + 17 * 64;
 struct Stacks { char* memory; unsigned count; };
 static std::vector<Stacks> kept;
 static std::mutex of_kept;
@@ -279,14 +285,11 @@ static Stacks take_stacks(unsigned count) {
     if (memory == MAP_FAILED) abort();
     return {static_cast<char*>(memory), count};
 }
-static void keep(Stacks stacks) {
-    const std::lock_guard<std::mutex> lock(of_kept);
-    kept.push_back(stacks);
-}
+static void keep(Stacks stacks) { const std::lock_guard<std::mutex> lock(of_kept); kept.push_back(stacks); }
 
 static void run_block(Running& r, Dim place) {
     r.place = place, r.whole = {}, memset(r.warps, 0, sizeof(r.warps)), r.votes = 0;
-    for (Fiber& fiber : r.fibers) fiber.done = false;
+    for (Fiber& fiber : r.fibers) fiber.done = false, fiber.at = nullptr;
     release(&r.begun);
     bool backward = false;
     for (bool busy = true; busy; backward = !backward) {
@@ -294,10 +297,10 @@ static void run_block(Running& r, Dim place) {
         // Both orders take turns, so that the first warp is not always the first to read what others overwrite.
         for (unsigned j = 0; j < r.fibers.size(); ++j) {
             const unsigned i = backward ? r.fibers.size() - 1 - j : j;
-            if (!r.fibers[i].done) r.thread.x = i, busy = true, resume(r, r.fibers[i]);
+            if (!r.fibers[i].done) busy = true;
+            if (!r.fibers[i].done && !r.fibers[i].sleeps()) r.thread.x = i, resume(r, r.fibers[i]);
         }
-        // No fiber has passed a barrier, so this block may wait for a message:  let the host threads of other blocks
-        // run.
+        // No fiber has passed a barrier, so this block may wait for a message: let host threads of other blocks run.
         if (!r.some_went_on) sched_yield();
     }
     acquire(&r.ended);
@@ -351,7 +354,7 @@ def load_machine(folder: Path) -> None:
     """Compile the machine into the folder unless it is there, and load it, so that kernels find its functions."""
     text = MACHINE.replace("\n__thread", DECLARATIONS + "\n__thread", 1)
     # Kernels are linked without the standard library and find the mathematical functions through the machine.
-    library = compiled(_command("-O2", "-pthread", "-Wl,--no-as-needed", "-lm"), text, folder)
+    library = compiled(["-O2", "-pthread", "-Wl,--no-as-needed", "-lm"], text, folder)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -369,8 +372,8 @@ def load_kernel(text: str, folder: Path, process: int = 0) -> Any:
     # would take four times as long.
     options = ["-O0", "-fno-threadsafe-statics", "-nostdlib", "-fno-exceptions", "-fno-asynchronous-unwind-tables"]
     if hasattr(ctypes.CDLL(None), "__tsan_acquire"):
-        options += ["-g", "-fsanitize=thread"]
-    library = compiled(_command(*options), text, folder)
+        options += ["-g1", "-gno-column-info", "-fsanitize=thread"]
+    library = compiled(options, text, folder)
     return ctypes.CDLL(str(_copy(library, process) if process else library))
 
 
@@ -382,14 +385,11 @@ def _copy(library: Path, process: int) -> Path:
     return copy
 
 
-def _command(*options: str) -> list[str]:
+def compiled(options: Sequence[str], text: str, folder: Path) -> Path:
+    """The library that g++ makes of a program; it is in the folder afterwards, and may have been there before."""
     assert COMPILER is not None
-    return [COMPILER, *OPTIONS, "-", *options]
-
-
-def compiled(command: Sequence[str], text: str, folder: Path) -> Path:
-    """The library that a command makes of a program; it is in the folder afterwards, and may have been there before."""
-    age = Path(command[0]).stat().st_mtime
+    command = [COMPILER, *OPTIONS, "-", *options]
+    age = Path(COMPILER).stat().st_mtime
     key = hashlib.sha256("\n".join([*command, f"{age}", text]).encode()).hexdigest()[:16]
     library, part = folder / f"{key}.so", folder / f"{key}.part"
     with FileLock(library.with_suffix(".lock")):
