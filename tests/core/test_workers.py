@@ -15,6 +15,7 @@ import onlinesoftmax
 
 PARENT = """
 import sys, time
+from concurrent.futures import wait
 from contextlib import nullcontext
 from onlinesoftmax.cli.boundary import guarded
 from onlinesoftmax.cli.signals import interrupted_by_signals
@@ -24,7 +25,9 @@ def work():
     with interrupted_by_signals() if sys.argv[1:] else nullcontext(), WorkerPool(2) as pool:
         tasks = [pool.submit(time.sleep, 600) for _ in range(8)]
         print(*pool._processes, flush=True)
-        tasks[0].result()
+        # Python may miss a signal that comes just before a wait without end, until the wait is over.
+        while not wait(tasks[:1], timeout=1).done:
+            pass
 
 if __name__ == "__main__":
     sys.exit(guarded(work))
