@@ -194,7 +194,19 @@ def _validator() -> Any:
     plain = jsonschema.Draft202012Validator
     # In JSON Schema 1.0 is an integer, and the integers of a record are sizes and counts of Python.
     types = plain.TYPE_CHECKER.redefine_many({"integer": lambda _, value: type(value) is int, "number": _is_number})
-    return jsonschema.validators.extend(plain, type_checker=types)(schema)
+    return jsonschema.validators.extend(plain, type_checker=types)(_inlined(schema, schema["$defs"]))
+
+
+def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
+    """A schema with small definitions in place of references to them: a look-up takes longer than most checks."""
+    if isinstance(schema, list):
+        return [_inlined(each, definitions) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    definition = definitions.get(str(schema.get("$ref")).removeprefix("#/$defs/"))
+    if definition and len(schema) == 1 and "$ref" not in str(definition):
+        return definition
+    return {key: _inlined(each, definitions) for key, each in schema.items()}
 
 
 def _is_number(_: Any, value: Any) -> bool:
