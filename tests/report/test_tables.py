@@ -107,18 +107,23 @@ def test_a_record_of_heads_fills_its_table(tables: Any, tmp_path: Path) -> None:
 
 
 def test_a_record_of_tokens_fills_its_table(tables: Any, tmp_path: Path) -> None:
-    def measured(logits: str, us: float) -> CaseResult:
-        case = TokenCase("sample", (64, 128256), 1, "float32", logits=logits, asked="top-k 50")
-        ours = Result("ours", "ok", error=1e-7, times=Times(us, us, us, 7), of_read=us / 20)
-        results = [ours, Result("flashinfer", "refused", "no")]
-        return CaseResult(case, results=results, measures="token time", one_read=Times(20.0, 20.0, 20.0, 7))
+    """FlashInfer runs one of the cases, and XLA none of them."""
 
-    cases = [measured("normal", 26.0).as_dict(), measured("zipf", 31.0).as_dict()]
-    content = record() | {"measures": "token time", "cases": cases}
+    def measured(asked: str, logits: str, us: float) -> CaseResult:
+        case = TokenCase("sample", (64, 128256), 1, "float32", logits=logits, asked=asked)
+        ours = Result("ours", "ok", error=1e-7, times=Times(us, us, us, 7), of_read=us / 20)
+        theirs = [Result(who, "refused", "no") for who in ("flashinfer", "jax")]
+        if asked == "top-p 0.9":
+            theirs[0] = Result("flashinfer", "ok", error=1e-7, times=Times(45.0, 45.0, 45.0, 7), of_read=2.25)
+        return CaseResult(case, results=[ours, *theirs], measures="token time", one_read=Times(20.0, 20.0, 20.0, 7))
+
+    cases = ("top-k 50", "normal", 26.0), ("top-k 50", "zipf", 31.0), ("top-p 0.9", "normal", 40.0)
+    content = record() | {"measures": "token time", "cases": [measured(*case).as_dict() for case in cases]}
     (tmp_path / "h100-sampling.json").write_text(json.dumps(content))
     lines = tables["BLOCKS"]["sampling_table"](tables["Records"](tmp_path)).splitlines()
     assert lines[0] == "| rows × tokens |  | one read | ours | FlashInfer, probabilities |"
     assert lines[2] == "| 64\u00a0×\u00a0128256 | top-k 50 | 20.0 | **26.0\u00a0to\u00a031.0** | cannot run |"
+    assert lines[3] == "| 64\u00a0×\u00a0128256 | top-p 0.9 | 20.0 | **40.0** | 45.0 |"
 
 
 def test_a_missing_record_is_said(tables: Any, tmp_path: Path) -> None:
