@@ -163,6 +163,15 @@ def test_given_experts(score: str, renormalize: bool, folder: Path) -> None:
     check(a_call(x, 6, 3, indices=indices, score=score, renormalize=renormalize), folder)
 
 
+def test_chosen_scores_that_add_up_to_0(folder: Path) -> None:
+    """Their weights are 0, and so is the gradient."""
+    x = logits(12, 8).round()
+    x[3], x[7] = torch.tensor([4.0, -4, 2, -2, -9, -9, -9, -9]), 0.0
+    call = a_call(x, 4, 1, score="identity", renormalize=True)
+    assert not reference.found_at(call, reference.choose(call)).weights[[3, 7]].any()
+    check(call, folder)
+
+
 @pytest.mark.parametrize(
     ("score", "renormalize", "given"),
     [("softmax", True, "weights prob_sums lse"), ("softmax", True, "weights"), ("softmax", False, "weights"),

@@ -41,7 +41,7 @@ __device__ inline bool write_token(
     sum = fold_team<Sum>(sum, board);
     if (RENORMALIZE) of_chosen = fold_team<Sum>(of_chosen, board);
     lse = m + log_of_sum(sum);
-    const float divisor = RENORMALIZE && of_chosen != 0 ? of_chosen : 1;
+    const float divisor = !RENORMALIZE ? 1 : of_chosen != 0 ? of_chosen : INF;   // a sum of 0 gives weights of 0
     if (!inside) return false;
     float* const weights = p.weights + token * K;
     int* const indices = p.indices + token * K;
