@@ -116,7 +116,8 @@ def _measure(case: Case, peer: Peer, device: Any, count: int) -> list[Result]:
     return [
         Result(
             peer.name, "ok", None, answer["error"], answer["allowed"], plan, analysis="; ".join(analysis), state=state,
-            calls={name: Times.of([each[name] for each in found]) for name in found[0]},
+            # A library may refuse a later call in some processes.
+            calls={n: Times.of([each[n] for each in found]) for n in found[0] if all(n in each for each in found)},
         )
         for state, found in samples.items()
     ]  # fmt: skip
@@ -207,7 +208,9 @@ def _environment(folder: Path) -> dict[str, str]:
                 write_whole(folders["ONLINESOFTMAX_CACHE"] / path.name, table, 0o600)
     # The package that runs is the one to measure, however it was found.
     places = [str(Path(onlinesoftmax.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    inherited = {**os.environ, **{name: str(path) for name, path in folders.items()}}
+    # By default JAX keeps no programs.
+    inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    inherited |= {name: str(path) for name, path in folders.items()}
     return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, places))}
 
 

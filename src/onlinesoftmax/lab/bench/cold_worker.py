@@ -20,7 +20,7 @@ from typing import Any
 
 def main() -> None:
     """Answer the request of the command line."""
-    # The folder of this file would hide modules of other names.
+    # Python looks here first for modules, so that check.py of this folder would be imported for another "check".
     folder = str(Path(__file__).parent)
     sys.path[:] = [path for path in sys.path if path != folder]
     request = json.loads(sys.argv[1])
