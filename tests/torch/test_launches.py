@@ -45,6 +45,20 @@ def test_same_bits_as_the_general_path(operation: str, start: int, prepared: Any
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_empty_view_as_out(operation: str) -> None:
+    """Once it has the shape of the result, it keeps its place in the storage, which may be beside 16 bytes."""
+    x = outliers(4, 33, dtype=torch.float32, device=DEVICE)
+    want = OPERATIONS[operation](x, 1, **HOW)
+    for start in (0, 1, 1, 0):
+        storage = torch.full((200,), -7.0, device=DEVICE)
+        out = storage[start:start]
+        assert OPERATIONS[operation](x, 1, out=out, **HOW) is out
+        assert torch.equal(out, want)
+        assert out.data_ptr() == storage[start:].data_ptr()
+        assert (storage[start + want.numel() :] == -7).all()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_recorded_calls_have_the_gradient_of_the_general_path(

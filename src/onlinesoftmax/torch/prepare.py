@@ -1,7 +1,8 @@
 """Preparation of calls on torch tensors: task, plan and kernel are found once for each kind of call.
 
 The first call of a kind describes its tensors, makes the task, has it planned and has the backend prepare the request.
-Later calls find the prepared function under a key of shapes, strides, dtypes and settings, and run it.
+Later calls find the prepared function under a key of the tensors' shapes, strides, dtypes, devices and alignment and
+of the settings, and run it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def run(call: Call, outputs: tuple[str, ...] = ("y",)) -> Any:
 
 
 Prepared = Callable[..., Any]
-"""The function (x, out, operands), without an `out` and operands by default, that runs the calls of a kind.
+"""The function (x, out=None, operands={}) that runs the calls of a kind.
 
 The function makes the first output if `out` is None, and the others unless they are among the operands.
 """
@@ -176,12 +177,16 @@ def run_in_two(call: Call, outputs: tuple[str, ...], x: torch.Tensor, rest: torc
     launch = registry.load(plan.backend).prepare(Request(task, plan, rest=Rest(x.shape[1], rest.stride(0))))
     found = {name: x.new_empty(len(x), dtype=getattr(torch, task.dtypes[name])) for name in task.row_outputs}
     found |= {"y": x} if "y" in outputs else {}
-    launch(x, found[task.outputs[0]], {**operands, **found, "rest": rest})
+    with torch.cuda.device_of(x):
+        launch(x, found[task.outputs[0]], {**operands, **found, "rest": rest})
     return tuple(found[name] for name in outputs)
 
 
 def runs_in_two(call: Call, outputs: tuple[str, ...], device: torch.device) -> bool:
-    """True where `run_in_two` has a kernel: one that holds whole rows on chip, and rows of whole chunks."""
+    """True where `run_in_two` has a kernel: one that holds whole rows on chip, and rows of whole chunks.
+
+    The caller cuts rows between chunks.
+    """
     try:
         task = _in_two(call, outputs, device)[1]
     except PlanError:
@@ -223,8 +228,11 @@ def _with_outputs(
                 return run(x, out, operands)
         if out is None:
             out = new(*of_first)
-        elif resize:
-            out.resize_(shape)
+        elif resize and not aligned(out.resize_(shape)):
+            # A view keeps its place in its storage, and the kernel was prepared for a tensor that begins on 16 bytes.
+            found = run(x, None, operands)
+            out.copy_(found[0] if of_others else found)
+            return (out, *found[1:]) if of_others else out
         if not of_others:
             launch(x, out, operands)
             return out
@@ -240,7 +248,7 @@ def _with_outputs(
 
 
 def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
-    """The function (shape, strides, dtype) that makes a tensor without values; a GPU must be the current device.
+    """The function (shape, strides, dtype) that makes a tensor without values on a device, which is the current GPU.
 
     The memory is not counted by modes that see PyTorch's operations (TorchDispatchMode).
     """

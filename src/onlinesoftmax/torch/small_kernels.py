@@ -170,7 +170,7 @@ def scale_gradient(
     key = () if torch.compiler.is_dynamo_compiling() else key_of_plain((_scaler, dtype, in_place), gradient, factor)
     run = PREPARED_CALLS.get(key) if key else None
     if run is None:
-        if is_traced(factor) or is_lazy(factor):
+        if is_traced(factor) or is_lazy(factor) or is_lazy(gradient):
             return (gradient * factor).to(dtype or gradient.dtype)
         run = _scaler(gradient, factor, dtype or gradient.dtype, in_place)
         if key:
@@ -273,7 +273,7 @@ def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 def _ones(dtype: torch.dtype, device: torch.device) -> Tensor:
     """Two ones, filled once for each stream; other streams would not wait for the fill."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-        # While a graph is captured nothing is filled, and the memory is the graph's own.
+        # A graph that is captured fills its own tensor in each replay; nobody else may keep that.
         return torch.ones(2, dtype=dtype, device=device)
     return _ones_of_stream(dtype, device, torch._C._cuda_getCurrentRawStream(device.index))
 

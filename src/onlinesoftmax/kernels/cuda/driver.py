@@ -59,10 +59,10 @@ class Arguments:
 
 
 class ArgumentPool:
-    """The arguments of earlier launches of one kernel, kept for later ones.
+    """The arguments of earlier launches of one kernel on one device, kept for later ones.
 
     Args:
-        new: The function new(index) that makes arguments for a launch on the device of this number.
+        new: The function new(index) that makes arguments for a launch on the device, whose number is `index`.
 
     Attributes:
         give_back: The function give_back(arguments), called after a launch.

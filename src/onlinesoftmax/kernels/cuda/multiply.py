@@ -15,7 +15,8 @@ from .source import declarations, program, typed
 THREADS, BATCH = 512, 8
 """Threads of a block, and chunks that a thread loads at once.
 
-One such block fills a multiprocessor.  More threads would take longer to launch where nothing is to be multiplied.
+The loads of one such block keep a multiprocessor busy.  More threads would take longer to launch where nothing is to be
+multiplied.
 """
 
 NAME = "multiply_kernel"
@@ -25,10 +26,10 @@ def bind(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> Callable[.
     """The function multiply(x, factor, out) of tensors like these, which writes x · factor to `out`.
 
     Args:
-        x: Contiguous tensor on a GPU whose first element lies on 16 bytes.
+        x: Dense tensor on a GPU whose first element lies on 16 bytes.
         factor: Floating-point tensor of one element on the same GPU.
-        out: x itself, and then nothing is read or written where the factor is 1; or another tensor of its shape, as
-            contiguous and aligned.
+        out: x itself, and then nothing is read or written where the factor is 1; or another tensor of its shape and
+            strides, as aligned.
     """
     index, text = x.get_device(), source(*(str(t.dtype).removeprefix("torch.") for t in (x, out, factor)))
     most = torch.cuda.get_device_properties(index).multi_processor_count
