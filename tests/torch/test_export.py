@@ -193,3 +193,20 @@ def test_operators_on_a_cpu_compute_what_the_kernels_compute(operation: str) -> 
     operator = getattr(torch.ops.onlinesoftmax, operation).default
     eager, kernels = (operator(*_arguments(operation, backend)) for backend in ("eager", "triton"))
     torch.testing.assert_close(eager, kernels, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # of checks of shapes
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_trace_of_torchscript(name: str) -> None:
+    """It has the operator, which runs for another number of rows too, and differentiates."""
+    ours, theirs = PROGRAMS[name]
+    given = torch.randn(6, CLASSES, device=DEVICE), torch.arange(6, device=DEVICE)
+    traced = torch.jit.trace(lambda y, t: ours(y, t, backend="triton"), given)
+    assert "onlinesoftmax" in str(traced.graph)
+    y, t = torch.randn(9, CLASSES, device=DEVICE, requires_grad=True), torch.arange(9, device=DEVICE)
+    exact = y.detach().double().requires_grad_()
+    found, want = traced(y, t), theirs(exact, t)
+    torch.testing.assert_close(found, want.float(), rtol=1e-5, atol=1e-5)
+    dy = torch.linspace(-1, 1, want.numel(), device=DEVICE).view(want.shape)
+    (dx,), (exact_dx,) = torch.autograd.grad(found, y, dy), torch.autograd.grad(want, exact, dy.double())
+    torch.testing.assert_close(dx, exact_dx.float(), rtol=1e-5, atol=1e-5)

@@ -95,8 +95,14 @@ def is_transformed() -> bool:
     return _is_transformed() or forward_ad._current_level >= 0
 
 
+def is_torchscript() -> bool:
+    """True in `torch.jit.trace`, which records operations on plain tensors; their sizes are tensors then."""
+    return _tracing_state() is not None
+
+
 # Looking up a name in a module costs the host as much as calling some of these.
 _is_compiling, _is_recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_tracing_state = torch._C._get_tracing_state
 _is_autocast, _is_transformed = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 
 
@@ -108,8 +114,7 @@ def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[A
         x: The input.
         operands: The other tensors, None for an absent one.
     """
-    # Tracers other than dynamo pass tensors of another type, so is_dynamo_compiling suffices; is_compiling takes three
-    # times as long.
+    # Fake tensors have another type, so is_dynamo_compiling suffices; is_compiling takes three times as long.
     if (
         type(x) is not Tensor
         or _is_compiling()
@@ -117,6 +122,7 @@ def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[A
         or _is_transformed()
         or forward_ad._current_level >= 0  # `is_transformed` without the time of a call
         or _is_autocast()
+        or _tracing_state() is not None  # `is_torchscript`
     ):
         return (), None
     recording = _is_recording()

@@ -21,7 +21,7 @@ from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from . import autograd, eager, formulas, gradients, reasons
 from .arguments import autocasts, check_options, check_out_memory, check_out_shape, checked_out, extent, reduced_shape
-from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
+from .fast_path import PREPARED_CALLS, are_constant, is_torchscript, is_transformed, keep, look_up
 from .loss_run import check_targets, check_tokens, run_loss, run_tokens
 from .prepare import run as run_kernel
 
@@ -151,7 +151,7 @@ for _operation in OPERATIONS.values():
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(x) not in formulas.PLAIN_TYPES
+    return torch.compiler.is_compiling() or type(x) not in formulas.PLAIN_TYPES or is_torchscript()
 
 
 def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
