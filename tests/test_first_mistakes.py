@@ -386,6 +386,7 @@ def test_numbers_that_no_array_holds() -> None:
     assert loss == osm.linear_cross_entropy(HIDDEN, HEAD, TARGET, z_loss=1e30)
     assert osm.cross_entropy(X, TARGET, z_loss=10**30) == osm.cross_entropy(X, TARGET, z_loss=1e30)
     for call in (lambda n: osm.cross_entropy(X, TARGET, ignore_index=n), lambda n: HEAD_LOSS(ignore_index=n)):
+        assert call(-(2**63)) == call(-100)
         with pytest.raises(ValueError, match="ignore_index must fit int64, got 1"):
             call(10**30)
     with pytest.raises(TypeError, match=r"token_weight must hold real numbers, got torch\.complex64"):

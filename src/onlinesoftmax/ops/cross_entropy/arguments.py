@@ -9,8 +9,6 @@ from ...core.arrays import Array
 
 NAME = "cross_entropy"
 
-LARGEST_INT64 = 2**63 - 1
-
 
 def class_dim(x: Array) -> int:
     """The dimension of the classes, as PyTorch has it: the second, or the only one."""
@@ -31,14 +29,14 @@ def checked_numbers(
     """
     index, smoothing, z_loss = numbers
     # An array takes no int beyond int64.
-    plain = type(z_loss) is float or (type(z_loss) is int and abs(z_loss) <= LARGEST_INT64)
+    plain = type(z_loss) is float or (type(z_loss) is int and abs(z_loss) < 2**63)
     if not (plain and type(index) is int and type(smoothing) in (float, int)):
         numbers = (
             checked_number(library, name, "ignore_index", index, int),
             checked_number(library, name, "label_smoothing", smoothing, float),
             checked_number(library, name, "z_loss", z_loss, float),
         )
-    if not -LARGEST_INT64 <= numbers[0] <= LARGEST_INT64:
+    if not -(2**63) <= numbers[0] < 2**63:
         raise ValueError(f"{name}(): ignore_index must fit int64, got {numbers[0]}")
     if not isinstance(reduction, str) or reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
