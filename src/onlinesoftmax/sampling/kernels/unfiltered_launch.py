@@ -8,13 +8,13 @@ from functools import lru_cache
 from struct import Struct
 
 import torch
-from torch._C._dynamo.guards import _empty_strided_cuda  # type: ignore[attr-defined]  # its stub lacks it
 
 from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
+from ...torch.prepare import allocator
 from ..results import Sampled
 from .choice import refusal
 from .source import slice_of
@@ -61,8 +61,8 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
     steps = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     pool = argument_pool(launch_of(shape, count, (stride, cols, slice_of(cols, shape.cluster), 0, 0, 0)))
-    # This allocation takes half the host time of torch.empty.
-    take, give_back, new = pool.take, pool.give_back, _empty_strided_cuda
+    new = allocator(torch.device("cuda", index))
+    take, give_back = pool.take, pool.give_back
 
     def run(x: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int) -> Sampled:
         if current_device() != index:
