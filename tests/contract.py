@@ -266,10 +266,16 @@ GUARD = 64
 def poisoned() -> Iterator[list[torch.Tensor]]:
     """Every new tensor of a call begins as NaN and lies between guards, which must stay as they are."""
     buffers: list[torch.Tensor] = []
-    allocator = prepare.allocator
+    allocator, make = prepare.allocator, torch.empty_like
 
     def guarded(*memory: Any) -> torch.Tensor:
-        new = torch.empty_strided(*memory[:2], dtype=memory[2], device=DEVICE)
+        return between(torch.empty_strided(*memory[:2], dtype=memory[2], device=DEVICE))
+
+    def like(t: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        new = make(t, **kwargs)
+        return new if new.is_meta else between(new)
+
+    def between(new: torch.Tensor) -> torch.Tensor:
         size = new.untyped_storage().nbytes() // new.itemsize
         buffer = torch.full((size + 2 * GUARD,), 7, dtype=new.dtype, device=new.device)
         buffer[GUARD : GUARD + size] = torch.nan if new.is_floating_point() else -7
@@ -280,6 +286,7 @@ def poisoned() -> Iterator[list[torch.Tensor]]:
     fast_path.forget()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "allocator", lambda device: allocator(device) if device.type == "meta" else guarded)
+        patch.setattr(torch, "empty_like", like)
         yield buffers
     fast_path.forget()
     for buffer in buffers:
