@@ -93,6 +93,7 @@ MORE: dict[str, list[Refused]] = {
         ({"labels": jnp.zeros(3, int)}, ValueError, r"integer labels must have the shape \(2,\) of the logits"),
         ({"labels": jnp.zeros((2, 3), int)}, ValueError, r"integer labels must have the shape \(2,\)"),
         ({"labels": jnp.zeros((2, 4))}, ValueError, r"labels of shape \(2, 4\) do not broadcast"),
+        ({"labels": jnp.zeros(2)}, ValueError, r"; class labels are integers: labels\.astype\(int\)$"),
         ({"labels": [0, 1]}, TypeError, "labels must be an array, not list"),
         ({"label_smoothing": -0.1}, ValueError, "label_smoothing must lie between 0 and 1, got -0.1"),
         ({"label_smoothing": "0"}, TypeError, "label_smoothing must be a number, not str"),

@@ -84,6 +84,7 @@ def test_what_has_no_derivative_says_so() -> None:
         (TypeError, "linear_weight has the dtype float16", {"linear_weight": jnp.zeros((11, 7), "float16")}),
         (TypeError, "input must be one of", {"input": jnp.zeros((3, 5, 7), int)}),
         (ValueError, "target has shape", {"target": jnp.zeros(15, int)}),
+        (ValueError, r"; class labels are integers: target\.astype\(int\)$", {"target": jnp.zeros((3, 5))}),
         (TypeError, "target must have an integer dtype", {"target": jnp.zeros((3, 5), bool)}),
         (ValueError, "label_smoothing must be between", {"label_smoothing": 1.5}),
         (ValueError, "reduction must be 'none', 'mean' or 'sum'", {"reduction": "median"}),

@@ -155,9 +155,13 @@ def unknown(what: str, name: Any, known: Iterable[str]) -> str:
     Example:
         >>> unknown("operation", "softmx", ("softmax", "logsumexp"))
         "unknown operation 'softmx'; there are: softmax, logsumexp; did you mean softmax?"
+        >>> unknown("operation", "topk_logprobs", ("token_logprobs",))
+        "unknown operation 'topk_logprobs'; there are: token_logprobs"
     """
     known = tuple(known)
-    near = meant(name, known, 0.65) if isinstance(name, str) else None
+    # A function of the package is not a misspelling, and lacks what is asked for.
+    is_function = name in getattr(sys.modules.get("onlinesoftmax"), "__all__", ())
+    near = meant(name, known, 0.65) if isinstance(name, str) and not is_function else None
     return f"unknown {what} {name!r}; there are: {', '.join(known)}{f'; did you mean {near}?' if near else ''}"
 
 

@@ -271,7 +271,7 @@ def checked_memory(memory: Any) -> int | None:
     try:
         found = operator.index(memory)
     except TypeError:
-        raise TypeError(f"memory must be an int, not {type(memory).__name__}") from None
+        raise TypeError(f"memory must be an int, a number of bytes, not {type(memory).__name__}") from None
     if found <= 0:
         raise ValueError(f"memory must be a positive number of bytes, got {memory}")
     return found
@@ -298,7 +298,7 @@ def _products(problem: LinearProblem, plan: LinearPlan) -> str:
 def _kernel(kernel: Explanation) -> str:
     q, p = kernel.problem, kernel.plan
     outputs = ", ".join(q.outputs)
-    return f"{p.backend}/{p.strategy} for {q.operation} ({outputs}) of a chunk, {duration(p.estimate_us)}"
+    return f"{p.backend}/{p.strategy} for {q.operation} ({outputs}) of a chunk, estimate {duration(p.estimate_us)}"
 
 
 def _numbers(found: Forecast | None) -> dict[str, float] | None:

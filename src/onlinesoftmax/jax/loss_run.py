@@ -300,7 +300,8 @@ def _weights(labels: Array, x: Array, rows: Rows) -> Array:
     try:
         whole = jnp.broadcast_to(labels, x.shape)
     except ValueError:
+        hint = "; class labels are integers: labels.astype(int)" if labels.ndim < x.ndim else ""
         raise ValueError(
-            f"{CROSS_ENTROPY}: labels of shape {labels.shape} do not broadcast to logits of shape {x.shape}"
+            f"{CROSS_ENTROPY}: labels of shape {labels.shape} do not broadcast to logits of shape {x.shape}{hint}"
         ) from None
     return rows.last(whole)

@@ -64,7 +64,8 @@ def linear_cross_entropy(
         return_stats: Return (loss, statistics): lse, z_loss, entropy, the largest class and whether it is the target,
             for each token, detached.
         memory: Most bytes of the logits and sums that exist at a time, beside results and gradients.  By default
-            1.1 GB; for a mean or a sum with the gradient of a 16-bit weight, 4 bytes more for each of its elements.
+            1.1 GB; for a mean or a sum with the gradient of the weight, more for each of its elements: 4 bytes of a
+            bfloat16 weight without `acc_dtype=torch.bfloat16`, and 2 of a float16 one.
         acc_dtype: Dtype in which chunks of tokens add up the gradient of the weight: float32 by default (float64 in
             float64).  The dtype of a bfloat16 weight takes no buffer, and rounds the sum after each chunk: 4 chunks had
             1.6 times the error of one rounding.

@@ -99,7 +99,8 @@ def check_head(
     check_constant(caller, "target", target, NOT_COMPUTED)
     wanted = (*shape, classes) if probabilities else shape
     if target.shape != wanted:
-        raise ValueError(f"{caller}: target has shape {tuple(target.shape)}, and must have {tuple(wanted)}")
+        hint = "; class indices are integers: target.long()" if probabilities and target.shape == shape else ""
+        raise ValueError(f"{caller}: target has shape {tuple(target.shape)}, and must have {tuple(wanted)}{hint}")
     return probabilities
 
 
@@ -186,7 +187,10 @@ def checked_memory(name: str, memory: Any) -> int | None:
     if memory is None:
         return None
     memory = constant(memory)
-    found: int = checked_number(name, "memory", memory, int)
+    try:
+        found: int = checked_number(name, "memory", memory, int)
+    except TypeError:
+        raise TypeError(f"{name}(): memory must be an int, a number of bytes, not {type(memory).__name__}") from None
     if found <= 0:
         raise ValueError(f"{name}(): memory must be a positive number of bytes, got {memory}")
     return found

@@ -95,7 +95,9 @@ def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], s
         raise TypeError(f"{name}: target must have an integer dtype, got {target.dtype}")
     wanted = (*x.shape[:-1], weight.shape[0]) if probabilities else x.shape[:-1]
     if target.shape != wanted:
-        raise ValueError(f"{name}: target has shape {target.shape}, and must have {wanted}")
+        is_label = probabilities and target.shape == x.shape[:-1]
+        hint = "; class labels are integers: target.astype(int)" if is_label else ""
+        raise ValueError(f"{name}: target has shape {target.shape}, and must have {wanted}{hint}")
     target = constant(f"{name}: target", target) if probabilities else signed(target)
     # JAX adds the gradients up over the axes along which an array does not vary.
     every = frozenset(names).union(*(array_types.varying(t) for t in (x, weight, target)))
@@ -121,7 +123,10 @@ def checked_memory(name: str, memory: Any) -> int | None:
     """The bytes that buffers may take; None for the usual ones."""
     if memory is None:
         return None
-    found = checked_integer(name, "memory", memory)
+    try:
+        found = checked_integer(name, "memory", memory)
+    except TypeError:
+        raise TypeError(f"{name}: memory must be an int, a number of bytes, not {type(memory).__name__}") from None
     if found <= 0:
         raise ValueError(f"{name}: memory must be a positive number of bytes, got {memory}")
     return found

@@ -56,8 +56,8 @@ def sample(
         axis: The axis of the tokens.
 
     Returns:
-        The named tuple `Sampled` (token, logprob, lse, kept, valid, top_tokens, top_logprobs, support); tokens and
-        numbers are int32.  The results have no gradient.
+        The named tuple `Sampled` (token, logprob, lse, kept, valid, top_tokens, top_logprobs, support); ids and
+        counts of tokens are int32.  The results have no gradient.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, dtype, shape or value.  The values of arrays are not
@@ -143,7 +143,7 @@ def verify(
             the lowest ids.
 
     Returns:
-        The named tuple `Verified` (accepted, tokens, logprobs, valid); tokens and numbers are int32.
+        The named tuple `Verified` (accepted, tokens, logprobs, valid); ids and counts of tokens are int32.
 
     Raises:
         TypeError, ValueError: as for `sample`.
