@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs tables records bench hub release-check clean
+.PHONY: help demo test test-all lint docs tables records bench hub release-check clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,10 @@ help: ## Print this list
 demo: $(READY) ## Run an end-to-end demo on real data and check its results, in under three minutes
 	@$(BIN)/python examples/demo.py
 
-test: $(READY) ## Run all tests; without a GPU, the kernels run in interpreters
+test: $(READY) ## Run the tests, with a part of the combinations; without a GPU, the kernels run in interpreters
+	@$(BIN)/python -m pytest -n auto --dist worksteal -q -m 'gpu or not exhaustive'
+
+test-all: $(READY) ## Run the tests with all combinations
 	@$(BIN)/python -m pytest -n auto --dist worksteal -q
 
 lint: $(READY) ## Check style and types with ruff and mypy

@@ -131,7 +131,21 @@ def _turn(item: pytest.Item) -> int:
     return 2 if early is None else int(early.kwargs.get("last", False))
 
 
+EXHAUSTIVE: dict[str, list[bool]] = {}
+"""For each function of a test, whether each of its cells is `exhaustive`."""
+
+
+@pytest.fixture
+def exhaustive() -> dict[str, list[bool]]:
+    return EXHAUSTIVE
+
+
+# Before the option -m deselects items.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        cells = EXHAUSTIVE.setdefault(item.nodeid.partition("[")[0], [])
+        cells.append(item.get_closest_marker("exhaustive") is not None)
     items.sort(key=_turn)
     if _has_gpu():
         return

@@ -5,7 +5,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
-from typing import TypeVar
+from typing import Any, TypeVar
+
+import pytest
 
 Case = TypeVar("Case")
 
@@ -21,18 +23,41 @@ def with_every_pair(cases: Sequence[Case], features_of: Callable[[Case], Iterabl
     >>> with_every_pair(product, lambda case: case)
     [('a', 'c', 'e'), ('a', 'd', 'f'), ('b', 'c', 'f'), ('b', 'd', 'e')]
     """
-    pairs = [{*combinations(features_of(case), 2)} for case in cases]
+    return with_each(cases, lambda case: combinations(features_of(case), 2))
+
+
+def with_each(cases: Sequence[Case], met_in: Callable[[Case], Iterable[Hashable]]) -> list[Case]:
+    """The fewest cases that a greedy search finds in which everything is met that is met in one of all cases.
+
+    Args:
+        cases: All cases.
+        met_in: All that a case meets, such as an option or a pair of options.
+
+    >>> with_each([("a", "c"), ("a", "d"), ("b", "c"), ("b", "d")], enumerate)
+    [('a', 'c'), ('b', 'd')]
+    """
+    met_in_each = [{*met_in(case)} for case in cases]
     # What a case would add only shrinks, so an old number is a bound.
-    queue = [(-len(mine), i) for i, mine in enumerate(pairs)]
+    queue = [(-len(mine), i) for i, mine in enumerate(met_in_each)]
     heapq.heapify(queue)
-    met: set[tuple[Hashable, Hashable]] = set()
+    met: set[Hashable] = set()
     chosen = []
     while queue:
         _, i = heapq.heappop(queue)
-        added = len(pairs[i] - met)
+        added = len(met_in_each[i] - met)
         if queue and -added > queue[0][0]:
             heapq.heappush(queue, (-added, i))
         elif added:
-            met |= pairs[i]
+            met |= met_in_each[i]
             chosen.append(i)
     return [cases[i] for i in sorted(chosen)]
+
+
+def rest_exhaustive(
+    cases: Iterable[tuple[Any, ...]],
+    met_in: Callable[[Any], Iterable[Hashable]] = lambda case: enumerate(map(str, case)),
+) -> list[Any]:
+    """All cases as parameters of a test; those that `with_each` leaves out are `exhaustive`."""
+    cases = [*cases]
+    few = {id(case) for case in with_each(cases, met_in)}
+    return [pytest.param(*case, marks=() if id(case) in few else pytest.mark.exhaustive) for case in cases]

@@ -211,6 +211,13 @@ def test_a_call_passes_through_few_rooms(gradient: bool) -> None:
     assert again - {"core"} <= {"__init__", "api", "torch", "kernels"}
 
 
+def test_every_test_that_is_collected_has_a_cell_in_make_test(exhaustive: dict[str, list[bool]]) -> None:
+    """A check of which every cell is `exhaustive` repeats no other."""
+    assert not [function for function, cells in exhaustive.items() if all(cells)]
+    [command] = re.findall(r"^test:.*\n\t(.*)", (ROOT.parents[1] / "Makefile").read_text(), re.MULTILINE)
+    assert command.endswith("-m 'gpu or not exhaustive'")
+
+
 def test_files_of_tests_have_different_names() -> None:
     """Pytest imports a file without its folder, so that of two files with one name it finds only the first."""
     files = [path.name for path in TESTS if path.name not in ("conftest.py", "__init__.py")]
