@@ -6,6 +6,7 @@ The reference is ops/reference.py in float64.
 from __future__ import annotations
 
 from functools import partial
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,10 @@ class Ask(NamedTuple):
         """The operation, and each output, operand and option that the call has or lacks."""
         names = {*self.outputs, *self.given, *self.options}
         return [self.operation, *(name if name in names else f"no {name}" for name in NAMES)]
+
+    def pairs(self) -> list[tuple[str, str]]:
+        """Every two of the operation and the outputs, operands and options that the call has."""
+        return [*combinations((self.operation, *self.outputs, *self.given, *self.options), 2)]
 
 
 LOSS, LOSS_BACKWARD, LOGPROB, LOGPROB_BACKWARD = (

@@ -1,7 +1,8 @@
 """Every declared operation on every backend and strategy, against the contract.
 
 Every strategy meets every operation on every input; forms of a call and dtypes take turns, and meet every strategy and
-operation on one small input.  Without a GPU, where Triton's interpreter runs, each of these meets each other once.
+operation on one small input.  Without a GPU, where Triton's interpreter runs, each of these meets each other once in
+all cells, some of which are `exhaustive`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from onlinesoftmax.lab import bridge
 from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.lab.verify import exact, functions
 from onlinesoftmax.planner.strategies import FOR_JAX, FORCED_CUDA
-from pairs import with_every_pair
+from pairs import rest_exhaustive, with_every_pair
 
 NAMED = {case.name: case for case in CASES}
 SMALL = {
@@ -40,7 +41,7 @@ def cases_of(plan: str) -> list[Case]:
     return [case for case in CASES if case.tensor(torch.float32, "cpu").stride(case.dim) > 1]
 
 
-def _cells() -> list[tuple[str, Operation, Form, torch.dtype, Case]]:
+def _cells() -> list[Any]:
     cells = []
     for j, plan in enumerate(PLANS):
         small, special = SMALL.get(plan, NAMED["3 x 33"]), SPECIAL.get(plan, NAMED["infinities and NaN"])
@@ -51,7 +52,11 @@ def _cells() -> list[tuple[str, Operation, Form, torch.dtype, Case]]:
                 forms, turn = forms_of(operation), i // 2
                 form, dtype = forms[(turn + j) % len(forms)], DTYPES[(turn + turn // 4 + k) % 4]
                 cells.append((plan, operation, form, dtype, case))
-    return cells if GPU else with_every_pair(cells, lambda cell: (cell[0], cell[1].name, cell[1:3], *cell[3:]))
+    if GPU:
+        return cells
+    chosen = with_every_pair(cells, lambda cell: (cell[0], cell[1].name, cell[1:3], *cell[3:]))
+    # In few cells, strategies meet operations and inputs, and forms meet operations.
+    return rest_exhaustive(chosen, lambda cell: ((cell[0], cell[1].name), (cell[0], cell[4].name), cell[1:3], cell[3]))
 
 
 def _name(value: Any) -> str:
@@ -92,7 +97,7 @@ def test_contract(plan: str, operation: Operation, form: Form, dtype: torch.dtyp
 PALLAS = tuple(f"{backend}/{strategy}" for backend, strategy, _ in FOR_JAX if backend == "pallas")
 
 
-def _calls() -> list[tuple[str, str, torch.dtype, Case]]:
+def _calls() -> list[Any]:
     cells = []
     for (j, plan), (k, name) in itertools.product(enumerate(("eager/row", *PLANS, *PALLAS)), enumerate(DECLARED)):
         cases = [SMALL.get(plan, NAMED["3 x 33"]), SPECIAL.get(plan, NAMED["infinities and NaN"])]
@@ -104,7 +109,10 @@ def _calls() -> list[tuple[str, str, torch.dtype, Case]]:
         elif GPU and plan not in PALLAS:
             cases = cases_of(plan)
         cells += [(plan, name, DTYPES[(i + j + k) % 4], case) for i, case in enumerate(cases)]
-    return cells
+    if GPU:
+        return cells
+    # In few cells, strategies meet inputs, and backends meet operations.
+    return rest_exhaustive(cells, lambda cell: ((cell[0], cell[3].name), (cell[0].partition("/")[0], cell[1]), cell[2]))
 
 
 @pytest.mark.parametrize(("plan", "operation", "dtype", "case"), _calls(), ids=_name)

@@ -32,13 +32,17 @@ from distributed import (
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37), (0, 7, 7, 8, 37)], ids=str)
+def _rest(*cuts: int) -> Any:
+    return pytest.param(cuts, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("cuts", [_rest(0, 20, 37), (0, 0, 5, 37), _rest(0, 7, 7, 8, 37)], ids=str)
 def test_shards_are_as_good_as_whole_rows(cuts: tuple[int, ...], tmp_path: Path) -> None:
     """Two, three and four processes; uneven shards, and empty ones."""
     processes.run(processes.everything, cuts, tmp_path)
 
 
-@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 7, 7, 8, 37)], ids=str)
+@pytest.mark.parametrize("cuts", [(0, 20, 37), _rest(0, 7, 7, 8, 37)], ids=str)
 def test_different_calls_are_an_error_on_every_process(cuts: tuple[int, ...], tmp_path: Path) -> None:
     processes.run(mistakes.everything, cuts, tmp_path)
 
@@ -47,13 +51,13 @@ def test_different_calls_are_an_error_on_several_hosts(tmp_path: Path) -> None:
     processes.run(mistakes.without_sockets, (0, 20, 37), tmp_path)
 
 
-@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
+@pytest.mark.parametrize("cuts", [_rest(0, 20, 37), (0, 0, 5, 37)], ids=str)
 def test_the_passes_over_a_shard_heads_sampling_and_routing(cuts: tuple[int, ...], tmp_path: Path) -> None:
     checks = passes.everything, sharded_heads.everything, sampling.everything, routing.everything
     processes.run_in_turn(checks, cuts, tmp_path)
 
 
-@pytest.mark.parametrize("cuts", [(0, 20, 37), (0, 0, 5, 37)], ids=str)
+@pytest.mark.parametrize("cuts", [(0, 20, 37), _rest(0, 0, 5, 37)], ids=str)
 def test_losses_by_kernels_alone(cuts: tuple[int, ...], tmp_path: Path) -> None:
     processes.run(fast_path.everything, cuts, tmp_path)
 

@@ -21,6 +21,7 @@ from onlinesoftmax.kernels.cuda import source
 from onlinesoftmax.kernels.cuda.source import kernel_file
 from onlinesoftmax.kernels.report import Kernel, cuobjdump, find_cuobjdump, occupancy
 from onlinesoftmax.ops import OPERATIONS
+from pairs import rest_exhaustive
 
 NOT_INSTALLED = registry.module_missing("cuda.core", "cuda")
 needs_nvrtc = pytest.mark.skipif(NOT_INSTALLED is not None, reason=str(NOT_INSTALLED))
@@ -162,8 +163,10 @@ def test_a_backend_without_a_module_of_kernels_is_named() -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize(
+    ("arch", "dtype"),
+    rest_exhaustive(itertools.product(("sm_80", "sm_90", "sm_100"), ("float16", "bfloat16", "float32", "float64"))),
+)
 def test_the_multiplication_of_a_gradient_compiles_without_spills(dtype: str, arch: str, log_of: Any) -> None:
     from onlinesoftmax.kernels.cuda.compile import usage
     from onlinesoftmax.kernels.cuda.multiply import THREADS, source

@@ -32,7 +32,7 @@ from onlinesoftmax.planner.plan import Plan, priced
 from onlinesoftmax.planner.strategies import TABLE
 from onlinesoftmax.torch import fast_path
 from onlinesoftmax.torch import prepare as prepared
-from pairs import with_every_pair
+from pairs import rest_exhaustive, with_every_pair
 
 pytest.importorskip("cuda.core", reason="cuda.core is not installed")
 
@@ -103,7 +103,7 @@ def constants(request: Request) -> dict[str, Any]:
 def _cells() -> list[Any]:
     """Every GPU, strategy, operation and dtype; without a GPU in the machine, every two of these meet.
 
-    The H200 has all combinations, and the others the dtypes in turn.
+    The H200 has all combinations, and the others the dtypes in turn.  In few cells, strategies meet GPUs and dtypes.
     """
     others = [
         (gpu, strategy, operation, DTYPES[(i + j + k) % len(DTYPES)])
@@ -111,13 +111,10 @@ def _cells() -> list[Any]:
         for (j, strategy), (k, operation) in itertools.product(enumerate(PROPOSALS), enumerate(ALL))
         if (gpu, strategy) != ("a100", "cluster")
     ]
-    return _some_without_gpu([*itertools.product(("h200",), PROPOSALS, ALL, DTYPES), *others])
-
-
-def _some_without_gpu(cells: list[tuple[Any, ...]]) -> list[Any]:
-    """The cells; only a machine with a GPU compiles those whose pairs all meet in others."""
-    chosen = with_every_pair(cells, lambda cell: cell)
-    return [pytest.param(*cell, marks=() if cell in chosen else pytest.mark.gpu) for cell in cells]
+    cells = [*itertools.product(("h200",), PROPOSALS, ALL, DTYPES), *others]
+    on_host = with_every_pair(cells, lambda cell: cell)
+    on_gpu = [pytest.param(*cell, marks=pytest.mark.gpu) for cell in cells if cell not in on_host]
+    return [*rest_exhaustive(on_host, lambda cell: (cell[:2], cell[1::2], cell[2])), *on_gpu]
 
 
 def _name(value: object) -> str:
@@ -208,12 +205,12 @@ VARIANTS: dict[str, Variant] = {
 
 
 def _variant_cells() -> list[Any]:
-    """Every variant meets every strategy; operations and dtypes take turns."""
+    """Every variant meets every strategy, in few cells one of them; operations and dtypes take turns."""
     cells = []
     for (i, name), (j, strategy) in itertools.product(enumerate(VARIANTS), enumerate(PROPOSALS)):
         operation = VARIANTS[name][0][(i + j) % len(VARIANTS[name][0])]
         cells.append((name, strategy, operation, DTYPES[(i + 3 * j) % len(DTYPES)]))
-    return cells
+    return rest_exhaustive(cells)
 
 
 @pytest.mark.parametrize(("variant", "strategy", "operation", "dtype"), _variant_cells(), ids=_name)
@@ -327,10 +324,13 @@ SEVERAL = [
 """Operations and the outputs that they are asked for."""
 
 SEVERAL_CELLS = [
-    pytest.param(strategy, *one, marks=pytest.mark.gpu if (i + j // 2) % 2 else ())
-    for (i, one), (j, strategy) in itertools.product(enumerate(SEVERAL), enumerate(PROPOSALS))
-]
-"""On a machine without a GPU, all outputs meet two of the four strategies."""
+    *rest_exhaustive((strategy, *one) for i, one in enumerate(SEVERAL) for strategy in [*PROPOSALS][i % 2 * 2 :][:2]),
+    *(
+        pytest.param(strategy, *one, marks=pytest.mark.gpu)
+        for i, one in enumerate(SEVERAL) for strategy in [*PROPOSALS][2 - i % 2 * 2 :][:2]
+    ),
+]  # fmt: skip
+"""On a machine without a GPU, all outputs meet two of the four strategies, in few cells one."""
 
 
 @pytest.mark.parametrize(("strategy", "operation", "outputs"), SEVERAL_CELLS, ids=str)
@@ -355,8 +355,11 @@ MAILED += [(torch.float32, torch.bfloat16, ("y",))]
 MAILED += [(dtype, dtype, ("y", "entropy")) for dtype in (torch.bfloat16, torch.float64)]
 
 
-@pytest.mark.parametrize("rows", [1, 3, 48])
-@pytest.mark.parametrize(("dtype", "out", "outputs"), MAILED, ids=_name)
+@pytest.mark.parametrize(
+    ("dtype", "out", "outputs", "rows"),
+    rest_exhaustive((*one, rows) for one in MAILED for rows in (1, 3, 48)),
+    ids=_name,
+)
 def test_messages_have_the_words_that_the_kernel_counts(
     ask: Ask, check_in_compiler: Check, dtype: torch.dtype, out: torch.dtype, outputs: tuple[str, ...], rows: int
 ) -> None:

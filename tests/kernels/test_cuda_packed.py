@@ -26,6 +26,7 @@ from onlinesoftmax.kernels.cuda.strategy.row.packed_proposals import MOST_COLS, 
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import Plan, plan, priced
+from pairs import rest_exhaustive
 
 H200 = known("h200")
 
@@ -71,11 +72,18 @@ def check_softmax(request: Request, folder: Path, begins: tuple[int, int], in_pl
     assert (np.delete(from_bits(memory[result], out), np.r_[inside[result]]) == 7).all(), "memory beside the rows"
 
 
-@pytest.mark.parametrize(("dtype", "out"), [
+DTYPES_OUT = [
     ("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "float32"), ("float64", "float64"),
     ("float32", "bfloat16"),
-])  # fmt: skip
-@pytest.mark.parametrize(("lanes", "depth", "lengths"), [(1, 2, (5,)), (2, 1, (17, 18)), (8, 2, range(97, 105, 3))])
+]  # fmt: skip
+LANES = (1, 2, (5,)), (2, 1, (17, 18)), (8, 2, range(97, 105, 3))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "depth", "lengths", "dtype", "out"),
+    rest_exhaustive(((*one, *two) for one in LANES for two in DTYPES_OUT), lambda cell: (cell[:3], cell[3:])),
+    ids=str,
+)
 def test_rows_begin_anywhere(
     lanes: int, depth: int, lengths: Sequence[int], dtype: str, out: str, folder: Path
 ) -> None:

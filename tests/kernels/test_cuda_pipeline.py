@@ -19,6 +19,7 @@ from onlinesoftmax.kernels.cuda.strategy.blocks import slice_tiles
 from onlinesoftmax.kernels.cuda.strategy.grid.ring_proposals import SPECIAL_WARPS
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import Plan
+from pairs import rest_exhaustive
 
 WARPS, TEAMS = 2, 2
 """Warps of a block that hold rows; teams of a launch."""
@@ -80,8 +81,11 @@ CASES = [("softmax", "bfloat16", False), ("softmax", "float32", True), ("softmax
 CASES += [("softmax", "float64", True), ("softmax_backward", "float32", False)]
 
 
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("operation", "dtype", "terms"), CASES)
+@pytest.mark.parametrize(
+    ("operation", "dtype", "terms", "sizes"),
+    rest_exhaustive((*case, sizes) for case in CASES for sizes in SIZES),
+    ids=str,
+)
 def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Sizes, folder: Path) -> None:
     # One row, two rows of one team, and enough rows to use every slot for messages and every phase of the ring again.
     # Each of the three meets each length in one of CASES.
@@ -90,8 +94,14 @@ def test_rows_of_every_length(operation: str, dtype: str, terms: bool, sizes: Si
         check(operation, dtype, sizes, (1, 3, 17)[(i + turn) % 3], cols, terms, folder)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(3, 2, 1, 3), Sizes(2, 1, 2, 2)], ids=str)
-@pytest.mark.parametrize(("operation", "dtype"), [case[:2] for case in CASES])
+STREAMED = Sizes(3, 2, 1, 3), Sizes(2, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("operation", "dtype", "sizes"),
+    rest_exhaustive((*case[:2], sizes) for case in CASES for sizes in STREAMED),
+    ids=str,
+)
 def test_rows_that_do_not_fit_on_chip(operation: str, dtype: str, sizes: Sizes, folder: Path) -> None:
     # Three rows of a team use both slots of every exchange, and one of them again; a single row takes turns with them.
     turn = [case[:2] for case in CASES].index((operation, dtype))

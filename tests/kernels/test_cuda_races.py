@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cuda_machine import COMPILER
-from cuda_races import REMOVED_BARRIERS
+from cuda_races import SHARES
 
 TESTS = Path(__file__).parents[1]
 
@@ -44,14 +44,15 @@ def why_not() -> str | None:
 
 
 @pytest.mark.early
-def test_kernels_have_no_races(folder: Path) -> None:
+@pytest.mark.parametrize("share", ["few", pytest.param("rest", marks=pytest.mark.exhaustive)])
+def test_kernels_have_no_races(share: str, folder: Path) -> None:
     """ThreadSanitizer finds the races of kernels that lack a barrier, and none in the real kernels."""
     if reason := why_not():
         pytest.skip(reason)
-    done = under_thread_sanitizer(sys.executable, TESTS / "cuda_races.py", folder)
+    done = under_thread_sanitizer(sys.executable, TESTS / "cuda_races.py", folder, share)
     assert done.returncode == 0, done.stderr[-4000:]
     _, *runs = done.stderr.split("run: ")
     found = {name: text.count(REPORT) for name, _, text in (each.partition("\n") for each in runs)}
-    broken = {f"{kernel} without {barrier} of {file}" for kernel, file, barrier in REMOVED_BARRIERS}
+    broken = {f"{kernel} without {barrier} of {file}" for kernel, file, barrier in SHARES[share]}
     assert len(found) > len(broken)
     assert {name for name, races in found.items() if races} == broken, done.stderr[:4000]

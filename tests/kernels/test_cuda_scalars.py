@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from onlinesoftmax.kernels.cuda import arguments, source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.planner.plan import plan
 from onlinesoftmax.torch.loss_kernels import MOST_BYTES_IN_ONE_LAUNCH, MOST_ROWS_IN_ONE_LAUNCH
+from pairs import rest_exhaustive
 
 SCALARS = [
     Ask(LOSS, ("mean_loss", "y"), ("ignore_index",)),
@@ -39,8 +41,7 @@ SCALARS = [
 ]
 
 
-@pytest.mark.parametrize("ask", SCALARS, ids=str)
-@pytest.mark.parametrize("strategy", PROPOSALS)
+@pytest.mark.parametrize(("strategy", "ask"), rest_exhaustive(itertools.product(PROPOSALS, SCALARS)), ids=str)
 def test_scalars_of_many_rows(strategy: str, ask: Ask, folder: Path) -> None:
     """Numbers of rows around those that the threads of a block load at once; every run gives the same bits.
 
@@ -86,8 +87,7 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize("ask", SEVERAL, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "ask"), rest_exhaustive(itertools.product(KERNELS, SEVERAL)), ids=str)
 def test_scalars_of_several_segments(kernel: str, ask: Ask, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of a few rows, and any number of blocks that count, in turn; `grid` has six blocks in all.
 

@@ -27,7 +27,7 @@ from cuda_targets import (
 )
 from onlinesoftmax.kernels.cuda.messages import COPIES, LINE_WORDS, SETS
 from onlinesoftmax.ops import OPERATIONS
-from pairs import with_every_pair
+from pairs import rest_exhaustive, with_every_pair
 
 ASKED = [
     Ask("softmax", ("y", "lse")),
@@ -52,7 +52,10 @@ CUTS = {
 
 
 def _cells() -> list[Any]:
-    """Every strategy meets every output, operand and option; dtypes and kept terms take turns."""
+    """Every strategy meets every output, operand and option; dtypes and kept terms take turns.
+
+    Few cells have what formulas treat together: every pair of an operation, outputs, operands and options.
+    """
     cells: list[tuple[str, Ask, str, bool]] = []
     for (i, strategy), (j, ask) in itertools.product(enumerate(CUTS), enumerate(ASKED)):
         operation = OPERATIONS[ask.operation]
@@ -63,7 +66,7 @@ def _cells() -> list[Any]:
         dtype = ("float32", "bfloat16", "float64")[(i + j) % 3]
         cells.append((strategy, ask, dtype, j % 2 == 0))
     chosen = with_every_pair(cells, lambda cell: (*cell[:1], *cell[2:], *cell[1].features()))
-    return [pytest.param(*cell, id=f"{cell[0]}-{cell[2]}-{cell[1]}") for cell in chosen]
+    return rest_exhaustive(chosen, lambda cell: (*cell[1].pairs(), cell[0], *enumerate(cell[2:])))
 
 
 def _compare(ask: Ask, shards: list[Shard], total: int, values: Any, found: list[Any], dtypes: Any) -> None:
@@ -95,15 +98,17 @@ def _check(ask: Ask, shards: list[Shard], total: int, dtype: str, terms: bool, f
     _compare(ask, shards, total, values, run_shards(requests, values, folder, mail), requests[0].dtypes)
 
 
-@pytest.mark.parametrize(("strategy", "ask", "dtype", "terms"), _cells())
+@pytest.mark.parametrize(("strategy", "ask", "dtype", "terms"), _cells(), ids=str)
 def test_two_shards(strategy: str, ask: Ask, dtype: str, terms: bool, folder: Path) -> None:
     """Every column beside a cut is the target of a row; others are ignored, or columns of no process."""
     cuts = CUTS[strategy]
     _check(ask, shards_of((strategy, strategy), cuts), cuts[-1], dtype, terms, folder)
 
 
-@pytest.mark.parametrize("ask", [ASKED[0], ASKED[5], ASKED[6]], ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("ask", "dtype"),
+    rest_exhaustive(itertools.product((ASKED[0], ASKED[5], ASKED[6]), ("float32", "bfloat16"))), ids=str,
+)  # fmt: skip
 def test_processes_with_different_kernels(ask: Ask, dtype: str, folder: Path) -> None:
     """Three processes with different strategies; the last has no column."""
     shards = shards_of(("looped", "row", "row"), (0, 293, 330, 330))

@@ -40,13 +40,14 @@ from onlinesoftmax.kernels.cuda import compile, source
 from onlinesoftmax.kernels.request import Request, Rest
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.plan import priced
-from pairs import with_every_pair
+from pairs import rest_exhaustive, with_every_pair
 
 
 def _cells() -> list[Any]:
     """Every strategy meets every output, operand and option, each with every other, with and without them.
 
-    Dtypes, alignment, kept terms and in-place outputs take turns.
+    Dtypes, alignment, kept terms and in-place outputs take turns.  Few cells have what formulas treat together: every
+    pair of an operation, outputs, operands and options, and every strategy.
     """
     cells: list[tuple[str, Ask, str, bool, bool]] = []
     for (i, strategy), (j, ask) in itertools.product(enumerate(KERNELS), enumerate(ASKED)):
@@ -57,10 +58,10 @@ def _cells() -> list[Any]:
         peel = (i + j) % 4 != 3
         cells.append((strategy, ask, dtype, peel, j % 2 == 0))
     chosen = with_every_pair(cells, lambda cell: (*cell[:1], *cell[2:], *cell[1].features()))
-    return [pytest.param(*cell, id=f"{cell[0]}-{cell[2]}-{cell[1]}") for cell in chosen]
+    return rest_exhaustive(chosen, lambda cell: (*cell[1].pairs(), cell[0], *enumerate(cell[2:])))
 
 
-@pytest.mark.parametrize(("strategy", "ask", "dtype", "peel", "terms"), _cells())
+@pytest.mark.parametrize(("strategy", "ask", "dtype", "peel", "terms"), _cells(), ids=str)
 def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, folder: Path) -> None:
     """Every column is the target of a row; one of them is ignored.  Then come targets that are no column.
 
@@ -81,8 +82,9 @@ def test_formulas(strategy: str, ask: Ask, dtype: str, peel: bool, terms: bool, 
 PARTED = [ASKED[2], ASKED[4], ASKED[12], ASKED[15], ASKED[0]]
 
 
-@pytest.mark.parametrize("ask", PARTED, ids=str)
-@pytest.mark.parametrize("strategy", ["row", "cluster", "looped"])
+@pytest.mark.parametrize(
+    ("strategy", "ask"), rest_exhaustive(itertools.product(("row", "cluster", "looped"), PARTED)), ids=str
+)
 def test_the_last_columns_may_lie_in_another_tensor(strategy: str, ask: Ask, folder: Path) -> None:
     """Every column is a target, and the rows part at the ends of slices and inside of them, in turn."""
     cuts = ("bfloat16", 96, 8), ("bfloat16", 96, 48), ("float32", 92, 76)
@@ -102,8 +104,10 @@ OWNED = [
 """Lengths in all residues of a chunk, and around the ends of slices and tiles."""
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-@pytest.mark.parametrize(("strategy", "lengths"), OWNED, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("strategy", "lengths", "dtype"),
+    rest_exhaustive((*one, dtype) for one, dtype in itertools.product(OWNED, ("bfloat16", "float64"))), ids=str,
+)  # fmt: skip
 def test_one_element_of_a_row_is_the_target(strategy: str, lengths: range, dtype: str, folder: Path) -> None:
     """Each element is reduced once and written once, and the gradient is negative in one column.
 
@@ -171,8 +175,13 @@ def test_special_values(strategy: str, terms: bool, given: tuple[str, ...], fold
         check(ask, request, values, found)
 
 
-@pytest.mark.parametrize("strategy", KERNELS)
-def test_the_largest_column(strategy: str, folder: Path) -> None:
+LARGEST = ("float32", ()), ("float64", ("scales",)), ("bfloat16", ("scales", "mask"))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "options"), rest_exhaustive((name, *one) for one in LARGEST for name in KERNELS), ids=str
+)
+def test_the_largest_column(strategy: str, dtype: str, options: tuple[str, ...], folder: Path) -> None:
     """Equal keys in any two places, NaN and infinities, with scales of both signs and a mask."""
     cols = STRATEGY_COLS[strategy][0]
     x = np.random.default_rng(0).integers(-1, 2, (24, cols)).astype(float)
@@ -181,16 +190,14 @@ def test_the_largest_column(strategy: str, folder: Path) -> None:
     x[6], x[6, [2, 9]], x[7, 1:] = -1, (-0.0, 0.0), np.inf
     scales, mask = np.where(np.arange(24) % 3 == 2, -0.5, 1.5)[:, None], np.random.default_rng(1).random(x.shape) < 0.8
     mask[8] = False
-    for dtype, options in (("float32", ()), ("float64", ("scales",)), ("bfloat16", ("scales", "mask"))):
-        outputs = ("loss", "y", "largest")
-        ask = Ask(LOSS, outputs, ("dy",), options)
-        task = a_task(ask, 24, cols, dtype, cols + (strategy != PACKED))
-        request = Request(task, small_plan(strategy, 24, cols, dtype, True, False))
-        values = {"x": x, "target": np.ones((24, 1), int), "dy": np.ones((24, 1)), "scale": scales, "mask": mask}
-        found = run(ask, request, {name: values[name] for name in request.task.dtypes.keys() & values.keys()}, folder)
-        key = np.where(scales < 0, -x, x) if "scales" in options else x
-        key = np.where(mask, key, -np.inf) if "mask" in options else key
-        np.testing.assert_array_equal(found["largest"][:, 0], key.argmax(1))
+    ask = Ask(LOSS, ("loss", "y", "largest"), ("dy",), options)
+    task = a_task(ask, 24, cols, dtype, cols + (strategy != PACKED))
+    request = Request(task, small_plan(strategy, 24, cols, dtype, True, False))
+    values = {"x": x, "target": np.ones((24, 1), int), "dy": np.ones((24, 1)), "scale": scales, "mask": mask}
+    found = run(ask, request, {name: values[name] for name in request.task.dtypes.keys() & values.keys()}, folder)
+    key = np.where(scales < 0, -x, x) if "scales" in options else x
+    key = np.where(mask, key, -np.inf) if "mask" in options else key
+    np.testing.assert_array_equal(found["largest"][:, 0], key.argmax(1))
 
 
 @pytest.mark.parametrize(("kernel", "options"), [("stream", ("softcap",)), ("grid", ())])
@@ -211,8 +218,7 @@ def test_the_largest_states_fit_beside_the_tiles(kernel: str, options: tuple[str
 GRADIENTS = [name for name, operation in OPERATIONS.items() if operation.backward and not operation.has_target]
 
 
-@pytest.mark.parametrize("operation", GRADIENTS)
-@pytest.mark.parametrize("strategy", PROPOSALS)
+@pytest.mark.parametrize(("strategy", "operation"), rest_exhaustive(itertools.product(PROPOSALS, GRADIENTS)))
 def test_masked_elements_have_no_gradient(strategy: str, operation: str, folder: Path) -> None:
     """Not in a fully masked row, and not in a row that holds NaN."""
     ask, rows, cols = Ask(operation, ("y",), (), ("mask",)), 4, STRATEGY_COLS[strategy][0]
@@ -244,18 +250,27 @@ def planned(gpu: str, strategy: str, ask: Ask, dtype: str, target: str, shape: t
 def _compiled() -> list[Any]:
     """Every call meets every strategy; GPUs, dtypes, dtypes of the target and unaligned rows take turns.
 
-    On a machine without a GPU, every call meets one of the four strategies.
+    On a machine without a GPU, every call meets one of the four strategies.  Few cells have every option, and every
+    GPU with every strategy.
     """
-    cells = []
+    on_host, on_gpu = [], []
     for (i, strategy), (j, ask) in itertools.product(enumerate(PROPOSALS), enumerate(ASKED)):
         gpu = ("h200", "h200", "b200", "a100")[(i + j) % 4]
         gpu = "h200" if strategy == "cluster" and gpu == "a100" else gpu
         dtype = ("bfloat16", "float32", "float16", "float64", "bfloat16")[(2 * i + j) % 5]
         target = ("int64", "int32", "int16", "uint8", "int8")[(i + j) % 5]
         rows, cols = SHAPES[strategy]
-        marks = pytest.mark.gpu if i != (j + j // 4) % 4 else ()
-        cells.append(pytest.param(gpu, strategy, ask, dtype, target, (rows, cols - (i + j) % 2), marks=marks))
-    return cells
+        cell = gpu, strategy, ask, dtype, target, (rows, cols - (i + j) % 2)
+        if i == (j + j // 4) % 4:
+            on_host.append(cell)
+        else:
+            on_gpu.append(pytest.param(*cell, marks=pytest.mark.gpu))
+
+    def met_in(cell: Any) -> Any:
+        gpu, strategy, ask, dtype, target, _ = cell
+        return (gpu, strategy), ask.operation, *ask.outputs, *ask.given, *ask.options, dtype, target
+
+    return [*rest_exhaustive(on_host, met_in), *on_gpu]
 
 
 @pytest.mark.parametrize(("gpu", "strategy", "ask", "dtype", "target", "shape"), _compiled(), ids=str)

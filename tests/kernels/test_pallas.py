@@ -34,6 +34,7 @@ from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.ops import OPERATIONS, reference
 from onlinesoftmax.planner.plan import priced
 from onlinesoftmax.planner.strategies import pallas as strategies
+from pairs import rest_exhaustive
 
 STRATEGIES = ("row", "looped", "split")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
@@ -41,17 +42,17 @@ DTYPES = ("bfloat16", "float16", "float32")
 ON_GPU = jax.default_backend() == "gpu"
 
 
-def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[tuple[Any, ...]]:
+def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """Every pair of values of the first two parameters, the others taking turns; all combinations on a GPU.
 
-    With three values each, any two of four parameters meet in every pair of values.
+    With three values each, any two of four parameters meet in every pair of values.  Few cells have every value.
     """
     if ON_GPU:
         return list(itertools.product(first, second, *others))
-    return [
+    return rest_exhaustive(
         (a, b, *(values[(i + k * j) % len(values)] for k, values in enumerate(others, 1)))
         for (i, a), (j, b) in itertools.product(enumerate(first), enumerate(second))
-    ]
+    )
 
 
 def outliers(rows: int, cols: int, dtype: str) -> Any:

@@ -6,6 +6,7 @@ the interpreter.  These tests run the functions that decide on bounds, over all 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from onlinesoftmax.kernels.pallas.bounds import PIECE_BYTES, SliceBounds, pieces
 from onlinesoftmax.kernels.pallas.formulas import Op
 from onlinesoftmax.kernels.pallas.operands import Operands, Tile
 from onlinesoftmax.planner.plan import Plan
+from pairs import rest_exhaustive
 
 H200 = known("h200")
 ROWS = 16
@@ -70,8 +72,7 @@ def _slices(operands: Operands, block: int, splits: int, depth: int) -> list[Til
 TILES = {"row": row_tiles, "looped": looped_tiles, "split": split_tiles}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("strategy", TILES)
+@pytest.mark.parametrize(("strategy", "dtype"), rest_exhaustive(itertools.product(TILES, ("bfloat16", "float32"))))
 def test_programs_count_each_element_once(strategy: str, dtype: str) -> None:
     for cols in RESIDUES:
         plan = planned(cols, dtype, strategy)

@@ -14,6 +14,7 @@ from onlinesoftmax.routing import reference
 from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
 from onlinesoftmax.routing.results import losses_of
 from onlinesoftmax.routing.rules import Call, Gradients
+from pairs import rest_exhaustive
 from simulated_routing import (
     SMALL,
     a_bias,
@@ -55,11 +56,13 @@ def test_options_and_hard_rows(number: int, folder: Path) -> None:
     check(a_call(x, k, 2, bias=a_bias(experts) if number % 2 else None, mask=mask, **OPTIONS[number]), folder)
 
 
-@pytest.mark.parametrize("score", ["sigmoid", "sqrtsoftplus", "softmax"])
+GROUPED = (128, 4, torch.float32, "top2_sum"), (96, 6, torch.bfloat16, "top2_sum"), (160, 5, torch.float32, "max")
+
+
 @pytest.mark.parametrize(
-    ("experts", "groups", "dtype", "group_score"),
-    [(128, 4, torch.float32, "top2_sum"), (96, 6, torch.bfloat16, "top2_sum"), (160, 5, torch.float32, "max")],
-)  # fmt: skip
+    ("experts", "groups", "dtype", "group_score", "score"),
+    rest_exhaustive((*one, score) for one in GROUPED for score in ("sigmoid", "sqrtsoftplus", "softmax")),
+)
 def test_groups_of_adjacent_lanes(
     score: str, experts: int, groups: int, dtype: torch.dtype, group_score: str, folder: Path
 ) -> None:
@@ -87,8 +90,15 @@ def test_more_lanes_share_one_of_few_tokens(experts: int, k: int, options: dict[
     check(a_call(x, k, bias=bias, mask=torch.arange(40) % 7 != 3, **options), folder, device=KNOWN["h100"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("experts", "k"), [(8, 2), (16, 1), (24, 3), (28, 8), (32, 4), (60, 5), (64, 8)])
+FEW = (8, 2), (16, 1), (24, 3), (28, 8), (32, 4), (60, 5), (64, 8)
+
+
+@pytest.mark.parametrize(
+    ("experts", "k", "dtype"),
+    rest_exhaustive(
+        ((*one, dtype) for one in FEW for dtype in (torch.float32, torch.bfloat16)), lambda cell: (cell[:2], cell[2])
+    ),
+)
 def test_a_network_sorts_few_experts(experts: int, k: int, dtype: torch.dtype, folder: Path) -> None:
     """Each call has one kind of logits: a warp that has a hard token makes lists for all of its tokens."""
     x = logits(32, experts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, unfiltered_launch
+from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
 
@@ -58,8 +60,10 @@ def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None
         assert torch.allclose(got[name], want[name], rtol=1e-6, atol=1e-6, equal_nan=True), name
 
 
-@pytest.mark.parametrize("filters", FILTERS, ids=str)
-@pytest.mark.parametrize(("cols", "cluster"), [(100, 1), (1001, 2), (3000, 16)])
+@pytest.mark.parametrize(
+    ("cols", "cluster", "filters"),
+    rest_exhaustive((*one, filters) for one in ((100, 1), (1001, 2), (3000, 16)) for filters in FILTERS), ids=str,
+)  # fmt: skip
 def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict[str, Any], folder: Path) -> None:
     x = torch.randn(4, cols, generator=torch.Generator().manual_seed(cols)) * 3
     rows = {
@@ -76,8 +80,10 @@ def test_16_bit_logits_and_rows_that_are_not_aligned(dtype: torch.dtype, folder:
     check(x[:, 1:], 2, folder, 0, seed=torch.arange(3), top_p=0.7)
 
 
-@pytest.mark.parametrize("ties", ["keep", "first"])
-@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.9, "min_p": 0.3}], ids=str)
+TIED = {"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.9, "min_p": 0.3}
+
+
+@pytest.mark.parametrize(("filters", "ties"), rest_exhaustive(itertools.product(TIED, ("keep", "first"))), ids=str)
 def test_ties_and_rows_without_a_distribution(filters: dict[str, Any], ties: str, folder: Path) -> None:
     inf, nan = torch.inf, torch.nan
     rows = [EXTREMES, [1.0] * 10, [-inf] * 10, [0.0] * 9 + [nan], [inf, 1.0, inf] + [0.0] * 7, [3.0] + [-inf] * 9]
@@ -164,8 +170,10 @@ def test_more_equal_scores_than_a_list_can_sort(folder: Path) -> None:
         check(torch.zeros(1, 9_600), 8, folder, 3, seed=torch.tensor([1]), top_k=50, temperature=temperature)
 
 
-@pytest.mark.parametrize("ties", ["keep", "first"])
-@pytest.mark.parametrize(("steps", "cols"), [(2, 16_000), (16, 16_000), (256, 48_000)])
+@pytest.mark.parametrize(
+    ("steps", "cols", "ties"),
+    rest_exhaustive((*one, ties) for one in ((2, 16_000), (16, 16_000), (256, 48_000)) for ties in ("keep", "first")),
+)
 def test_many_equal_scores_at_the_threshold(steps: int, cols: int, ties: str, folder: Path) -> None:
     # With 2 steps in a unit, a list does not hold them; with 16, it does, but a warp does not; with 256, a list has
     # several scores, and a warp does not hold those that equal one of them.

@@ -15,6 +15,7 @@ from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, topk, unfiltered_launch
+from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
 
@@ -57,8 +58,14 @@ def near(got: Tensor, want: Tensor, error: float = 5e-7) -> None:
     assert torch.allclose(got.cpu().float(), want.cpu().float(), rtol=error, atol=error, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("cols", "cluster"), [(100, 1), (5001, 1), (9000, 2), (20001, 8)])
+@pytest.mark.parametrize(
+    ("cols", "cluster", "dtype"),
+    rest_exhaustive(
+        (*one, dtype)
+        for one in ((100, 1), (5001, 1), (9000, 2), (20001, 8))
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ),
+)
 def test_logits_of_each_dtype(cols: int, cluster: int, dtype: torch.dtype, folder: Path) -> None:
     x = (torch.randn(3, cols, generator=torch.Generator().manual_seed(cols)) * 3).to(dtype)
     for k in (1, 20, 100):

@@ -15,6 +15,7 @@ from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import choice, source, unfiltered, unfiltered_launch
+from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
 
@@ -100,8 +101,12 @@ def test_scores_at_the_limits_of_rounding(row: list[float], folder: Path) -> Non
     check(rising, 2, folder)
 
 
-@pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 8)])
+@pytest.mark.parametrize(
+    ("arch", "cluster", "aligned"),
+    rest_exhaustive(
+        (*one, aligned) for one in (("sm_80", 1), ("sm_90", 16), ("sm_100", 8)) for aligned in (True, False)
+    ),
+)
 def test_the_kernel_compiles_without_spills(arch: str, cluster: int, aligned: bool, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     shape = unfiltered.Shape("bfloat16", cluster, unfiltered.MOST_THREADS, aligned, False)

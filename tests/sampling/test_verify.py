@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 import onlinesoftmax as osm
+from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
 
@@ -30,8 +32,12 @@ def chi_square(tokens: Tensor, p: Tensor) -> float:
     return float(((count[p > 0] - want) ** 2 / want).sum())
 
 
-@pytest.mark.parametrize("kind", ["near", "far", "greedy"])
-@pytest.mark.parametrize("given", [{}, {"temperature": 0.7, "top_k": 4}, {"top_p": 0.85}], ids=str)
+GIVEN: list[dict[str, Any]] = [{}, {"temperature": 0.7, "top_k": 4}, {"top_p": 0.85}]
+
+
+@pytest.mark.parametrize(
+    ("given", "kind"), rest_exhaustive(itertools.product(GIVEN, ("near", "far", "greedy"))), ids=str
+)
 def test_tokens_are_those_of_the_target(kind: str, given: dict[str, Any]) -> None:
     """The logits do not depend on the tokens before, so each place has one distribution: that of the target."""
     generator = torch.Generator().manual_seed(1)

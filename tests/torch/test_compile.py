@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ from ways import HOW, gradient
 
 import onlinesoftmax as osm
 from contract import DEVICE, GPU, OPERATIONS
+from pairs import rest_exhaustive
 
 BACKEND = "inductor" if GPU else "aot_eager"
 pytestmark = pytest.mark.filterwarnings(
@@ -28,8 +30,9 @@ def fresh() -> None:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("name", ["plain", "scale tensor", "all"])
+@pytest.mark.parametrize(
+    ("name", "operation"), rest_exhaustive(itertools.product(("plain", "scale tensor", "all"), OPERATIONS))
+)
 def test_one_graph_with_gradients(operation: str, name: str, path: dict[str, str]) -> None:
     shape = (2, 3, 33)
     given = moved(options(torch.float32, shape)[name]) if name != "plain" else {}

@@ -14,6 +14,7 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from loss_formula import expected_loss
 from onlinesoftmax.torch import formulas
+from pairs import rest_exhaustive
 
 NARROW = [torch.float16, torch.bfloat16]
 
@@ -132,9 +133,14 @@ def test_logsumexp_of_16_bits_is_rounded_once(dtype: torch.dtype) -> None:
         assert torch.equal(out, osm.logsumexp(x.detach(), 1))
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
-@pytest.mark.parametrize("cached", [formulas.ELEMENTS_IN_CACHE, 1 << 14], ids=["whole", "in parts"])
+@pytest.mark.parametrize(
+    ("cached", "options", "dtype"),
+    rest_exhaustive(
+        itertools.product(
+            (formulas.ELEMENTS_IN_CACHE, 1 << 14), ({}, {"label_smoothing": 0.1}, {"z_loss": 0.01}), NARROW
+        )
+    ),
+)
 def test_losses_of_16_bits_are_rounded_once(
     dtype: torch.dtype, options: dict[str, Any], cached: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
