@@ -80,10 +80,17 @@ def name_partitions() -> None:
         custom_partitioning.id = name_of
 
 
-def check(names: Sequence[str], environment: dict[str, str]) -> None:
-    """Run files of checks in with_jax/ in a process of their own, because JAX counts its devices once."""
+def check(names: Sequence[str], environment: dict[str, str], marks: str = "") -> None:
+    """Run files of checks in with_jax/ in a process of their own, because JAX counts its devices once.
+
+    Args:
+        names: Names of the files.
+        environment: Environment variables of the process.
+        marks: Marks of the checks that run, as pytest's option -m takes them; "" runs all.
+    """
     # The files of the options and of the fixtures are not needed, and would import torch.
-    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    command = [sys.executable, "-m", "pytest", "-q", "--noconftest", "-m", marks]
+    command += ["-p", "no:cacheprovider", "-p", "no:randomly"]
     paths = [str(Path(__file__).with_name("with_jax") / name) for name in names]
     done = subprocess.run(
         [*command, *paths], env=os.environ | environment, capture_output=True, text=True, check=False, timeout=600

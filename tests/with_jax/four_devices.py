@@ -160,7 +160,7 @@ def test_as_many_columns_as_results_per_row(name: str, cols: int) -> None:
     assert dx.sharding.spec == P(None, "v")
 
 
-@pytest.mark.parametrize("forced", [{}, {"backend": "pallas", "strategy": "looped"}], ids=str)
+@pytest.mark.parametrize("forced", [{}, pytest.param(KERNEL | {"strategy": "looped"}, marks=pytest.mark.exhaustive)])
 def test_whole_rows_stay_where_they_are(forced: dict[str, str]) -> None:
     """Every operation on rows that lie on several devices, and on rows that are cut where kernels run."""
     x, target = jnp.arange(8 * 6 * 10.0).reshape(8, 6, 10) % 7, jnp.arange(48).reshape(8, 6) % 10
@@ -373,7 +373,7 @@ def test_a_scalar_loss_under_jit_is_over_the_rows_of_all_devices(forced: dict[st
     assert_small_exchanges(program, 4 * 4 * ROWS)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.exhaustive)])
 def test_a_scalar_loss_inside_shard_map_is_over_the_rows_of_one_device(kind: AxisType) -> None:
     x, target = logits(ROWS, 128), classes(ROWS, cols=128).at[:3].set(7)
     mesh = mesh_of(2, 2, kind=kind)

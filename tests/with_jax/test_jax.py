@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from exact_losses import Call, assert_all_close, assert_close, both
 
 import onlinesoftmax.jax as osj
+from pairs import rest_exhaustive
 
 NAMES = ("softmax", "log_softmax", "logsumexp")
 SHAPE = (3, 4, 5)
@@ -57,8 +59,13 @@ def test_values_are_those_of_jax(name: str, axis: Any, where: str) -> None:
     assert_close(*both(*pair(name, axis, WHERE[where]), numbers(0)))
 
 
-@pytest.mark.parametrize(("axis", "where"), [(-1, "all"), (-1, "some"), ((0, 2), "some")], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+AXES_WHERE = (-1, "all"), (-1, "some"), ((0, 2), "some")
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "where"),
+    rest_exhaustive(((name, *one) for name in NAMES for one in AXES_WHERE), lambda cell: (cell[0], cell[1:])), ids=str,
+)  # fmt: skip
 def test_derivatives_and_batches_are_those_of_jax(name: str, axis: Any, where: str) -> None:
     def all_of(f: Call, checkpoint: Call) -> Call:
         def results(x: Any, t: Any, batch: Any) -> Any:
@@ -99,8 +106,9 @@ def test_second_derivatives(name: str) -> None:
         assert_close(hessian, expected)
 
 
-@pytest.mark.parametrize("given", ["scale", "softcap", "bias", "all"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "given"), rest_exhaustive(itertools.product(NAMES, ("scale", "softcap", "bias", "all")))
+)
 def test_what_is_fused_is_what_is_written_out(name: str, given: str) -> None:
     where = booleans(5, (3, 4, 1))
     x, scale, bias = numbers(6), jnp.float32(0.7), numbers(7, (4, 1))
@@ -139,8 +147,12 @@ def test_what_is_fused_is_what_is_written_out(name: str, given: str) -> None:
         assert_close(*both(jax.grad(loss(fixed)), jax.grad(loss(lambda x: theirs(x, -0.7, bias))), x), 1e-4)
 
 
-@pytest.mark.parametrize(("axis", "shape"), [((0, 2), (4, 1)), ((2, 0), (1, 4, 1)), (None, (1, 1)), ((1,), (1, 5))])
-@pytest.mark.parametrize("name", NAMES)
+OF_ROWS = ((0, 2), (4, 1)), ((2, 0), (1, 4, 1)), (None, (1, 1)), ((1,), (1, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "shape"), rest_exhaustive((name, *one) for name in NAMES for one in OF_ROWS), ids=str
+)
 def test_a_scale_for_each_row_of_several_axes(name: str, axis: Any, shape: tuple[int, ...]) -> None:
     x, scale = numbers(0), jnp.linspace(-1, 2, math.prod(shape)).reshape(shape)
     ours = lambda x, scale: getattr(osj, name)(x, axis=axis, scale=scale)  # noqa: E731  one use
@@ -151,8 +163,10 @@ def test_a_scale_for_each_row_of_several_axes(name: str, axis: Any, shape: tuple
     assert_all_close((dx, derivative), 1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "uint16", "int8", "float8_e5m2"])
-@pytest.mark.parametrize("name", NAMES)
+DTYPES = "float16", "bfloat16", "float32", "int32", "uint16", "int8", "float8_e5m2"
+
+
+@pytest.mark.parametrize(("name", "dtype"), rest_exhaustive(itertools.product(NAMES, DTYPES)))
 def test_dtypes(name: str, dtype: str) -> None:
     ours, theirs = pair(name, -1)
     x = jnp.asarray(np.random.default_rng(8).integers(0, 6, (7, 33)), dtype)
@@ -212,8 +226,9 @@ def test_a_masked_nan_counts_for_nothing() -> None:
     np.testing.assert_allclose(gradient, [[0, 0.5, 0.5], [0, 0, 0]])
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (), (1,)], ids=str)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "shape"), rest_exhaustive(itertools.product(NAMES, ((0, 5), (5, 0), (), (1,)))), ids=str
+)
 def test_empty_and_small(name: str, shape: tuple[int, ...]) -> None:
     axis = -1 if shape else None
     ours, theirs = pair(name, axis)
@@ -230,8 +245,12 @@ def test_the_log_probabilities_of_empty_rows(index: jax.Array) -> None:
     np.testing.assert_array_equal(found.entropy, 0.0)
 
 
-@pytest.mark.parametrize("how", [{}, {"backend": "pallas"}], ids=str)
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"bias": jnp.zeros(4)}], ids=str)
+@pytest.mark.parametrize(
+    ("options", "how"),
+    rest_exhaustive(
+        itertools.product(({}, {"softcap": 3.0}, {"bias": jnp.zeros(4)}), ({}, {"backend": "pallas"})),
+    ), ids=str,
+)  # fmt: skip
 def test_the_gradient_of_a_logsumexp_of_only_minus_infinity(options: dict[str, Any], how: dict[str, Any]) -> None:
     x = jnp.stack([jnp.full(4, -jnp.inf), jnp.arange(4.0), jnp.array([-jnp.inf, 0, jnp.nan, 1])])
     # A softcap makes -inf finite, so a bias excludes the row.

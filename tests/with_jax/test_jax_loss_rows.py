@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -28,6 +29,7 @@ from test_jax_losses import NUMBERS, assert_as_good
 
 import onlinesoftmax.jax as osj
 from onlinesoftmax.ops.reference import two_pass
+from pairs import rest_exhaustive
 
 
 @pytest.mark.parametrize("strategy", [None, *STRATEGIES])
@@ -224,7 +226,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("strategy", "shape", "numbers", "dtype", "reduction"), CASES, ids=str)
+@pytest.mark.parametrize(("strategy", "shape", "numbers", "dtype", "reduction"), rest_exhaustive(CASES), ids=str)
 def test_scalars_are_as_good_as_in_jax(
     strategy: str | None, shape: tuple[int, int], numbers: str, dtype: str, reduction: str
 ) -> None:
@@ -295,8 +297,9 @@ def test_options_give_the_mean_of_the_losses(name: str) -> None:
     assert_all_close(both(*map(with_gradients, (reduced, unreduced)), x))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["scale", "where", "rows without a class"])
+@pytest.mark.parametrize(
+    ("name", "strategy"), rest_exhaustive(itertools.product(("scale", "where", "rows without a class"), STRATEGIES))
+)
 def test_kernels_write_the_gradient_in_the_logits(strategy: str, name: str) -> None:
     x, forced = logits(6, 40), {"backend": "pallas", "strategy": strategy}
     ours = jax.grad(lambda x: reduced(x, LABELS, **OPTIONS[name], **forced))
@@ -321,8 +324,10 @@ def test_other_axes_labels_and_batches() -> None:
     assert_all_close(both(results(reduced), results(unreduced), x))
 
 
-@pytest.mark.parametrize("forced", [{}, {"backend": "pallas", "strategy": "looped"}], ids=str)
-@pytest.mark.parametrize("softcap", [None, 3.0])
+LOOPED: list[dict[str, str]] = [{}, {"backend": "pallas", "strategy": "looped"}]
+
+
+@pytest.mark.parametrize(("softcap", "forced"), rest_exhaustive(itertools.product((None, 3.0), LOOPED)), ids=str)
 def test_a_row_that_does_not_count_may_hold_anything(forced: dict[str, str], softcap: float | None) -> None:
     x, target = logits(4, 40), jnp.asarray([3, 7, 7, 1])
     wrong = x.at[1].set(jnp.nan).at[2, 5].set(jnp.inf)

@@ -36,6 +36,7 @@ from exact_losses import (
 
 import onlinesoftmax.jax as osj
 from loss_formula import expected_loss, expected_tokens, pairs
+from pairs import rest_exhaustive
 
 NUMBERS: dict[str, dict[str, float]] = {
     "plain": {},
@@ -108,7 +109,8 @@ def check_results(x: Any, target: Any, asked: str, **forced: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "dtype"), [*((numbers, "float32") for numbers in NUMBERS), ("plain", "bfloat16"), ("both", "float16")]
+    ("numbers", "dtype"),
+    rest_exhaustive([*((numbers, "float32") for numbers in NUMBERS), ("plain", "bfloat16"), ("both", "float16")]),
 )
 def test_losses_are_as_good_as_in_jax(numbers: str, dtype: str) -> None:
     check_loss(logits(9, 1025, dtype=dtype), classes(9, cols=1025), NUMBERS[numbers])
@@ -289,8 +291,12 @@ TOKENS: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("shape", "axis", "options"), TOKENS, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "axis", "options", "dtype"),
+    rest_exhaustive(
+        ((*one, dtype) for one in TOKENS for dtype in ("float32", "bfloat16")), lambda cell: (str(cell[:3]), cell[3])
+    ), ids=str,
+)  # fmt: skip
 def test_several_elements_of_a_row(shape: tuple[int, ...], axis: int, options: dict[str, Any], dtype: str) -> None:
     rng, options = np.random.default_rng(len(shape)), dict(options)
     x = jnp.asarray(3 * rng.standard_normal(shape), dtype)

@@ -20,9 +20,10 @@ from onlinesoftmax.jax.exchange import whole_target
 
 
 @pytest.mark.early
-def test_four_devices() -> None:
+@pytest.mark.parametrize("marks", ["not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive)])
+def test_four_devices(marks: str) -> None:
     names = "four_devices.py", "four_devices_head.py"
-    fast_xla.check(names, {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4))
+    fast_xla.check(names, {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4), marks)
 
 
 def test_two_simulated_gpus() -> None:

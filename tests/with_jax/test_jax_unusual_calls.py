@@ -18,12 +18,16 @@ from jax import export
 
 import onlinesoftmax as osm
 import onlinesoftmax.jax as osj
+from pairs import rest_exhaustive
+
+NARROW = ("uint8", 256), ("uint8", 300), ("int8", 128), ("int8", 1000), ("int16", 50257), ("uint32", 300)
 
 
-@pytest.mark.parametrize("backend", [None, "pallas"])
 @pytest.mark.parametrize(
-    ("dtype", "cols"),
-    [("uint8", 256), ("uint8", 300), ("int8", 128), ("int8", 1000), ("int16", 50257), ("uint32", 300)],
+    ("dtype", "cols", "backend"),
+    rest_exhaustive(
+        ((*one, backend) for one in NARROW for backend in (None, "pallas")), lambda cell: (cell[:2], cell[2])
+    ),
 )
 def test_labels_narrower_than_the_number_of_classes(dtype: str, cols: int, backend: str | None) -> None:
     """JAX takes the number of classes modulo the range of the labels: every row would have another target, or none."""
