@@ -115,7 +115,9 @@ def test_processes_with_different_kernels(ask: Ask, dtype: str, folder: Path) ->
     _check(ask, shards, 330, dtype, True, folder)
 
 
-@pytest.mark.parametrize(("strategy", "first"), list(zip(CUTS, (0, 2**31 - 4) * 3, strict=True)))
+@pytest.mark.parametrize(
+    ("strategy", "first"), rest_exhaustive(zip(CUTS, (0, 2**31 - 4) * 3, strict=True), lambda cell: cell[1:])
+)
 def test_successive_launches_use_two_sets_of_mailboxes_in_turn(strategy: str, first: int, folder: Path) -> None:
     """Launches of different operations, whose messages have different lengths, without clearing a mailbox.
 

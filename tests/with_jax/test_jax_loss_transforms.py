@@ -180,7 +180,12 @@ def test_a_scaled_loss() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"softcap": 3.0, "scale": 0.5}, {"label_smoothing": 0.1, "z_loss": 0.1}], ids=str
+    "more",
+    [
+        pytest.param({}, marks=pytest.mark.exhaustive), {"softcap": 3.0, "scale": 0.5},
+        {"label_smoothing": 0.1, "z_loss": 0.1},
+    ],
+    ids=str,
 )  # fmt: skip
 def test_derivatives_of_every_order(more: dict[str, float]) -> None:
     x, t = X[:, :7], logits(4, 7, seed=2)
