@@ -167,6 +167,8 @@ def logsumexp(
         tensor([2.0794, 2.0794])
     """
     options = _options("logsumexp", scale, softcap, bias, mask, causal, fully_masked)
+    if keepdim is not False:
+        check_flags("logsumexp()", keepdim=keepdim)
     return _run(_LOGSUMEXP, input, options, dim, dtype, keepdim, out, (backend, strategy, batch_invariant))
 
 
@@ -263,8 +265,8 @@ def cross_entropy(
         tensor(0.6931)
     """
     scores = _options("cross_entropy", scale, softcap, None, mask, False, "nan")
-    if return_stats is not False:
-        check_flags("cross_entropy()", return_stats=return_stats)
+    if return_stats is not False or batch_invariant is not False:
+        check_flags("cross_entropy()", return_stats=return_stats, batch_invariant=batch_invariant)
     runner = _RUNNERS.get(type(input)) or _find_runner("cross_entropy", type(input))
     by_default = backend is None and strategy is None and not batch_invariant and dtype is None
     settings = _LOSS_SETTINGS if by_default else Settings(1, dtype, False, Choice(backend, strategy, batch_invariant))
@@ -335,8 +337,8 @@ def token_logprobs(
         tensor([-0.6931,  0.0000])
     """
     options = _options("token_logprobs", scale, softcap, None, mask, False, "nan")
-    if entropy is not True:
-        check_flags("token_logprobs()", entropy=entropy)
+    if entropy is not True or batch_invariant is not False:
+        check_flags("token_logprobs()", entropy=entropy, batch_invariant=batch_invariant)
     runner = _RUNNERS.get(type(logits)) or _find_runner("token_logprobs", type(logits))
     if check:
         runner.check_tokens(logits, index, dim, ignore_index, support)
@@ -365,6 +367,8 @@ def _run(
 ) -> Any:  # fmt: skip
     """Make the record of a call and pass it on; a call with few arguments is passed on without one."""
     runner = _RUNNERS.get(type(input)) or _find_runner(operation.name, type(input))
+    if choice[2] is not False:
+        check_flags(f"{operation}()", batch_invariant=choice[2])
     if options is None and dtype is None and not choice[2]:
         return runner.run_plain(operation, input, dim, keepdim, out, choice)
     return runner.run(Call(operation, input, Settings(dim, dtype, keepdim, Choice(*choice)), options, out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -157,3 +158,29 @@ def test_override_leaves_the_error_for_a_weight_that_is_no_tensor_to_pytorch() -
     weight: Any = [1.0] * 4
     with osm.override(), pytest.raises(TypeError, match="'weight'"):
         functional.cross_entropy(torch.randn(3, 4), torch.tensor([0, 1, 2]), weight)
+
+
+def test_an_equal_number_of_a_wrong_type_is_refused_after_a_right_call() -> None:
+    x, target = torch.zeros(3, 5), torch.zeros(3, dtype=torch.long)
+    calls: tuple[tuple[Callable[..., Any], str, Any, tuple[Any, ...]], ...] = (
+        (partial(osm.softmax, x, scale=2.0), "dim", 1, (1.0, True)),
+        (partial(osm.token_logprobs, x, target), "dim", 1, (1.0, True, 1 + 0j)),
+        (partial(osm.token_logprobs, x, target, softcap=2.0), "scale", 1.0, (True, np.True_)),
+        (partial(osm.cross_entropy, x, target), "ignore_index", 1, (1.0, True)),
+        (partial(osm.cross_entropy, x, target), "z_loss", 0, (0j,)),
+        (partial(osm.cross_entropy, x, target), "label_smoothing", 0, (0j,)),
+        (partial(osm.logsumexp, x, scale=2.0), "keepdim", False, (0, np.False_)),
+        (partial(osm.route, x, 2), "scale", 1.0, (True,)),
+    )
+    for call, argument, right, wrong in calls:
+        call(**{argument: right})
+        for value in wrong:
+            with pytest.raises((TypeError, ValueError), match=argument):
+                call(**{argument: value})
+
+
+@pytest.mark.parametrize("x", [torch.zeros(3, 5), np.zeros((3, 5))], ids=["torch", "numpy"])
+def test_flags_are_bools(x: Any) -> None:
+    for flag in ("keepdim", "batch_invariant"):
+        with pytest.raises(TypeError, match=f"{flag} must be a bool, not str"):
+            osm.logsumexp(x, **{flag: "no"})

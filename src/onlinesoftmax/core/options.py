@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
+
 from .arrays import Array, advice
 
 
@@ -127,7 +129,8 @@ def checked_options(
         ValueError: softcap is not positive and finite, or fully_masked is neither "nan" nor "zero".
     """
     number = is_number(scale)
-    if not number and not hasattr(scale, "dtype"):
+    # NumPy's True is no number, and equals the scale 1 in the key of a prepared call.
+    if not number and (isinstance(scale, np.bool_) or not hasattr(scale, "dtype")):
         raise TypeError(f"{operation}(): scale must be a number or a tensor, not {type(scale).__name__}")
     check_softcap(f"{operation}()", softcap)
     for name, value in (("bias", bias), ("mask", mask)):

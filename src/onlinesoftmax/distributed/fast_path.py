@@ -44,6 +44,8 @@ def look_up(
     """
     if torch.compiler.is_compiling():
         return ShardedInput((), shards=shards), None
+    # An equal number of a wrong type, as 1.0 for 1, must not find the call of the right one.
+    arguments = *arguments, *map(type, arguments)
     announced: tuple[Any, ...] = ()
     if shards is None:
         shards, announced = _agree(name, operands, arguments, group)

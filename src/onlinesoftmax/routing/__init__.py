@@ -101,7 +101,8 @@ def route(
     given = (
         "route", k, score, order, groups, group_k, group_score, renormalize, scale, counts, prob_sums, dense,
         # True equals 1, which some arguments may not be.
-        type(k), type(groups), type(group_k), type(renormalize), type(counts), type(prob_sums), type(dense),
+        type(k), type(groups), type(group_k), type(renormalize), type(scale), type(counts), type(prob_sums),
+        type(dense),
     )  # fmt: skip
     if _PREPARED and indices is None:
         _, prepared = _PREPARED[0].look_up(given, logits, bias, mask)

@@ -28,6 +28,8 @@ Tensor = torch.Tensor
 
 check_token_arguments = partial(checked_index_dim, TORCH, TOKEN_LOGPROBS.name)
 
+_NUMBERS = frozenset((int, float))
+
 EAGER_STRATEGIES = tuple(strategy for backend, strategy, _ in TABLE if backend == "eager")
 
 
@@ -39,7 +41,10 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
         fields: The fields of `Loss`.
         return_stats: Return the statistics too.
     """
-    key, prepared_call = ((), None) if return_stats else look_up((CROSS_ENTROPY, fields), x, target, weight)
+    # An equal number of a wrong type, as 1.0 for 1, must not find the call of the right one.
+    exact = type(fields[1]) is int and type(fields[3]) in _NUMBERS and type(fields[4]) in _NUMBERS
+    found = look_up((CROSS_ENTROPY, fields), x, target, weight) if exact and not return_stats else ((), None)
+    key, prepared_call = found
     if prepared_call is not None:
         return prepared_call(x, target, weight)
     loss = Loss(*fields)
@@ -86,7 +91,8 @@ def run_tokens(
     if support is not None:
         found = _truncated(x, index, dim, options, entropy, choice, support)
         return found if ignore_index is None else without_ignored(found, index, ignore_index)
-    key, prepared_call = look_up((TOKEN_LOGPROBS, dim, options, entropy, choice), x, index)
+    arguments = TOKEN_LOGPROBS, dim, options, entropy, choice
+    key, prepared_call = look_up(arguments, x, index) if type(dim) is int else ((), None)
     results = (prepared_call or _log_probabilities(key, x, index, dim, options, entropy, choice))(x, index)
     found = TokenLogprobs(results[0], results[2] if len(results) > 2 else None, results[1])
     return found if ignore_index is None else without_ignored(found, index, ignore_index)
