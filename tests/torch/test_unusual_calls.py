@@ -184,3 +184,10 @@ def test_flags_are_bools(x: Any) -> None:
     for flag in ("keepdim", "batch_invariant"):
         with pytest.raises(TypeError, match=f"{flag} must be a bool, not str"):
             osm.logsumexp(x, **{flag: "no"})
+
+
+def test_out_without_strides_is_named() -> None:
+    nested = torch.nested.nested_tensor([torch.zeros(5)] * 3, layout=torch.jagged)
+    for out in (nested, torch.zeros(3, 5).to_sparse(), torch.zeros(3, 5).to_mkldnn()):
+        with pytest.raises(RuntimeError, match=r"softmax\(\): out (is a nested tensor|has the layout)"):
+            osm.softmax(torch.zeros(3, 5), out=out)

@@ -29,8 +29,6 @@ INTEGER_DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
 
-SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
 
 def reduced_shape(shape: Sequence[int], dims: Collection[int], keepdim: bool) -> tuple[int, ...]:
     """The shape of a result per row, from that of the input and the dimensions of a row, counted from 0."""
@@ -96,8 +94,8 @@ def _check_array(caller: str, argument: str, value: Any, x: torch.Tensor | None 
         raise TypeError(f"{caller}: {wanted}, not {given}")
     if value.is_nested:
         raise RuntimeError(f"{caller}: {argument} is a nested tensor; pass its values, whose rows have one length")
-    if value.layout in SPARSE_LAYOUTS:
-        raise RuntimeError(f"{caller}: {argument} is a sparse tensor; pass its to_dense()")
+    if value.layout is not torch.strided:
+        raise RuntimeError(f"{caller}: {argument} has the layout {value.layout}; pass its to_dense()")
     if x is not None:
         _check_place(caller, argument, value, x)
 

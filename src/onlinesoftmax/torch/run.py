@@ -20,7 +20,16 @@ from ..core.task import ANY, Choice
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from . import autograd, eager, formulas, gradients, reasons
-from .arguments import autocasts, check_options, check_out_memory, check_out_shape, checked_out, extent, reduced_shape
+from .arguments import (
+    TORCH,
+    autocasts,
+    check_options,
+    check_out_memory,
+    check_out_shape,
+    checked_out,
+    extent,
+    reduced_shape,
+)
 from .fast_path import PREPARED_CALLS, are_constant, is_torchscript, is_transformed, keep, look_up
 from .loss_run import check_targets, check_tokens, run_loss, run_tokens
 from .prepare import run as run_kernel
@@ -86,8 +95,8 @@ def run(call: Call) -> torch.Tensor:
         )
     if x.is_complex() and dtype is not None and not dtype.is_complex:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is complex; pass its real part")
-    if out is not None and not isinstance(out, torch.Tensor):
-        raise TypeError(f"{operation}(): argument 'out' must be Tensor, not {type(out).__name__}")
+    if out is not None:
+        TORCH.check_array(f"{operation}()", "out", out)
     if out is not None and _requires_grad(x, options):
         _refuse_out(operation)
     if options is not None:
