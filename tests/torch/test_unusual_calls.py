@@ -191,3 +191,13 @@ def test_out_without_strides_is_named() -> None:
     for out in (nested, torch.zeros(3, 5).to_sparse(), torch.zeros(3, 5).to_mkldnn()):
         with pytest.raises(RuntimeError, match=r"softmax\(\): out (is a nested tensor|has the layout)"):
             osm.softmax(torch.zeros(3, 5), out=out)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torchscript_samples() -> None:
+    def sample(x: torch.Tensor) -> torch.Tensor:
+        return osm.sample(x, seed=1, offset=2).token
+
+    traced = torch.jit.trace(sample, torch.randn(3, 8), check_trace=False)
+    x = torch.randn(3, 8)
+    assert torch.equal(traced(x), sample(x))

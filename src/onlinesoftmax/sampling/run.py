@@ -100,9 +100,11 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     kept = found.kept.sum(1, keepdim=True)
     if raw:
         found = _without_filters(found, scores.dtype == torch.float64)
-    # With a filter, the tokens are in the order of their scores already.
-    best = torch.arange(top, device=scores.device).expand(scores.shape[0], top)
-    columns = torch.cat([column, best if parameters.filters else largest(scores, top)], 1)
+    # With a filter, the tokens are in the order of their scores already.  Without tokens to list, `torch.jit.trace`
+    # would see the order made for nothing, which ends in an internal error of PyTorch.
+    listed = parameters.filters or not top
+    best = torch.arange(top, device=scores.device).expand(scores.shape[0], top) if listed else largest(scores, top)
+    columns = torch.cat([column, best], 1)
     return sampled_of(found, columns, kept, scores.dtype)
 
 
