@@ -274,7 +274,7 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --dim 2", "out of range"),
         ("explain 12x5 --bias 7", "bias of shape (7,) does not broadcast"),
         ("explain 12x5 --mask 4y5", "shape '4y5'"),
-        ("explain 12x5 --bias=", "shape ''"),
+        ("explain 12x5 --bias=", "--bias is empty"),
         ("explain 12x5 --softcap -1", "softcap must be positive and finite"),
         ("explain 12x5 --fully-masked one", "--fully-masked: unknown result 'one'; there are: nan, zero"),
         ("explain 12 --causal", "causal needs a dimension of queries"),
@@ -300,6 +300,9 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --op sample --batch-invariant", "Error: --op sample has no --batch-invariant"),
         ("explain 12x5 --op linear_token_loss --classes 7 --framework jax", "_loss has no --framework jax"),
         ("explain 12x5 --device h100 --device a100", "Error: --device is given 2 times, and explain takes one: run"),
+        ("apply '' y.npy", "Error: IN is empty"),
+        ("apply x.npy ''", "Error: OUT is empty"),
+        ("report --out ''", "Error: --out is empty"),
         ("apply x.npy y.npy --dim 0 --dim 1", "Error: --dim is given 2 times, and apply takes one: run it once for"),
         ("apply missing.npy y.npy", "missing.npy: cannot be read: No such file or directory"),
         ("apply x.txt y.txt", "x.txt"),
@@ -314,7 +317,7 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_wrong_arguments_are_a_sentence(arguments: str, words: str) -> None:
-    result = run(*arguments.split())
+    result = run(*(argument.strip("'") for argument in arguments.split()))
     assert result.exit_code == 2, result.output
     assert words in result.stderr
     assert "Traceback" not in result.output

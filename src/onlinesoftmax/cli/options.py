@@ -28,13 +28,14 @@ OUTPUTS = tuple(dict.fromkeys(output.name for operation in OPERATIONS.values() f
 class Command(TyperCommand):
     """A command whose error for an option that it does not have names the one that was meant.
 
-    An option with one value that is given twice is an error too: the first value would count for nothing.
+    An option with one value that is given twice is an error too: the first value would count for nothing.  So is an
+    empty value, which would be the current folder where a file is named.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             if not ctx.resilient_parsing:
-                self._check_given_once(ctx, args)
+                self._check_given(ctx, args)
             return super().parse_args(ctx, args)
         except Exception as error:  # NoSuchOption, of click or of the copy of click that newer versions of Typer have
             wrong = getattr(error, "option_name", None)
@@ -47,11 +48,13 @@ class Command(TyperCommand):
                     )
             raise
 
-    def _check_given_once(self, ctx: Any, args: list[str]) -> None:
-        given: Counter[Any] = Counter(self.make_parser(ctx).parse_args(args=list(args))[2])
-        for option, count in given.items():
+    def _check_given(self, ctx: Any, args: list[str]) -> None:
+        values, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for option, count in Counter[Any](order).items():
+            value, name = values.get(option.name), max(option.opts, key=len)
+            if "" in (value if isinstance(value, list | tuple) else (value,)):
+                output.fail(f"{name if name.startswith('-') else option.metavar or name.upper()} is empty")
             if count > 1 and not (option.multiple or option.is_flag):
-                name = option.opts[-1]
                 output.fail(f"{name} is given {count} times, and {ctx.info_name} takes one: run it once for each")
 
 
