@@ -15,12 +15,12 @@ from onlinesoftmax.core.view import View
 from onlinesoftmax.kernels.cuda.strategy.row.proposals import row
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.planner.measured import table_for
-from onlinesoftmax.planner.plan import Plan, PlanError, Planner, Refusal, Strategies, plan
+from onlinesoftmax.planner.plan import Plan, PlanError, Planner, Refusal, Strategies, best, plan
 from onlinesoftmax.planner.price import LAUNCH_US, exchange_us
 from onlinesoftmax.planner.proposal import Proposal, made
 from onlinesoftmax.planner.strategies import FOR_JAX, TABLE
 
-H200 = known("h200")
+H100, H200 = known("h100"), known("h200")
 GPUS = [name for name in KNOWN if name != "cpu"]
 SHAPES = [(1, 1), (7, 100), (64, 512), (1 << 20, 64), (4096, 50257), (2048, 128256), (16, 1 << 22), (1, 1 << 28)]
 STRATEGIES = {"torch": TABLE, "jax": FOR_JAX}
@@ -367,3 +367,13 @@ def test_sixteen_blocks_do_not_read_two_megabytes_alone(exponent: int, dtype: st
     for gpu in ("h100", "h200"):
         (found, *_) = sorted(plans(problem, known(gpu), FOR_JAX, measured=True), key=lambda o: o.rank_us)
         assert (found.backend, found.strategy) == ("pallas", strategy)
+
+
+@pytest.mark.parametrize(("rows", "cols", "strategy"), [(1024, 4096, "row"), (8, 131072, "cluster")])
+def test_of_equally_fast_estimates_the_first_strategy_is_taken(rows: int, cols: int, strategy: str) -> None:
+    """Mosaic compiles `cluster` for half a second, so it is taken only where it is faster."""
+    problem = Problem("softmax", rows, cols, "bfloat16")
+    found = plans(problem, H100, FOR_JAX, measured=True)
+    fastest = min(found, key=lambda option: option.rank_us)
+    assert (fastest.strategy, fastest.measured_on) == ("cluster", "")
+    assert best(found).strategy == strategy

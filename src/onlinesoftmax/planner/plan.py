@@ -3,8 +3,8 @@
 The planner reads a problem, a description of a device and a table of measured times; it does not query the hardware.
 Each strategy lists proposals, likeliest first.  With measured times of similar shapes, the planner forecasts the times
 of all proposals (forecast.py).  Otherwise it estimates the time of the first proposal of each strategy from bytes,
-bandwidth and launches (price.py).  The proposal with the least time wins; where two backends are equally fast, the
-backend with less host time wins.
+bandwidth and launches (price.py).  The proposal with the least time wins; where two backends are equally fast, or two
+strategies by their estimates, the one with less host time wins.
 """
 
 from __future__ import annotations
@@ -164,10 +164,16 @@ def best(plans: Sequence[Plan]) -> Plan:
     """The fastest plan of the first backend that has a plan about as fast as the fastest of all.
 
     Backends are in the order of `strategies`: the kernels of an earlier backend compile and launch in less host time.
+    So do the kernels of an earlier strategy, and estimates that are this close do not say which one is faster.
     """
     limit = EQUALLY_FAST * min(plan.rank_us for plan in plans)
     backend = next(plan.backend for plan in plans if plan.rank_us <= limit)
-    return min((plan for plan in plans if plan.backend == backend), key=lambda plan: plan.rank_us)
+    plans = [plan for plan in plans if plan.backend == backend]
+    fastest = min(plans, key=lambda plan: plan.rank_us)
+    if fastest.measured_on:
+        return fastest
+    limit = EQUALLY_FAST * fastest.rank_us
+    return next(plan for plan in plans if plan.rank_us <= limit and not plan.measured_on)
 
 
 def _for_rows(fastest: Plan, problem: Problem, device: Device) -> Plan:
