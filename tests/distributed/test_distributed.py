@@ -279,6 +279,30 @@ def test_numbers_of_a_sharded_loss_that_are_tensors_may_change() -> None:
             smoothing += 0.25
 
 
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("token_logprobs", {"scale": 1.0}, {"scale": True}),
+        ("cross_entropy", {"ignore_index": 0}, {"ignore_index": False}),
+        ("cross_entropy", {"ignore_index": 0}, {"ignore_index": 0.0}),
+    ],
+)
+def test_an_equal_number_of_a_wrong_type_after_a_right_call(
+    name: str, right: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    """A kept launch is found under a key, in which True equals 1."""
+    x, target = torch.randn(4, 7), torch.tensor([1, 0, 2, 5])
+    with osm.distributed.one_process() as group:
+        given: dict[str, Any] = {"group": group, "shards": osm.distributed.Shards(0, 7, 7)}
+        if processes.kernels_run():
+            given["backend"] = "triton"
+        call = functools.partial(getattr(osm.distributed, name), x, target, **given)
+        call(**right)
+        call(**right)
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}.* must be"):
+            call(**wrong)
+
+
 def test_the_dtype_of_a_sharded_loss_and_an_index_to_ignore() -> None:
     x, target = torch.randn(4, 7).bfloat16(), torch.tensor([1, 0, 2, 5])
     with osm.distributed.one_process() as group:
