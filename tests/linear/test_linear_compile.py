@@ -92,6 +92,25 @@ def test_one_graph_for_any_number_of_tokens() -> None:
         torch.testing.assert_close(compiled(x, w, target, linear_bias=b, memory=memory), theirs)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torchscript() -> None:
+    """It has the operators, which run for another number of tokens too, and differentiates."""
+
+    def losses(x: Tensor, w: Tensor, b: Tensor, target: Tensor) -> Tensor:
+        known = osm.linear_cross_entropy(x, w, target, linear_bias=b)
+        each, _ = osm.linear_cross_entropy(
+            x, w, target, linear_bias=b, reduction="none", label_smoothing=0.1, softcap=3.0, return_stats=True
+        )
+        found = osm.linear_token_logprobs(x, w, target, linear_bias=b, ignore_index=-100)
+        return known + each.sum() + found.logprob.sum() + osm.linear_token_loss(x, w, target, lambda p, *_: p.exp())
+
+    x, w, b, target = head()
+    traced = torch.jit.trace(losses, (x[0], w, b, target[0]), check_trace=False)
+    assert str(traced.graph).count("onlinesoftmax::linear_") == 4
+    x, target = x.flatten(0, 1), target.flatten()
+    same_with_gradients(traced(x, w, b, target), losses(x, w, b, target), [x, w, b])
+
+
 @pytest.mark.parametrize("form", ["known", "each", "soft", "columns", "kept", "made again", "backward"])
 def test_opcheck(form: str) -> None:
     """Schema, fake implementation, derivatives, and traces with shapes that are symbols."""
@@ -103,7 +122,7 @@ def test_opcheck(form: str) -> None:
         (-100, 0.0, 0.01),
         None if form != "columns" else 15 * (4 + 7) * 4 + 60,
     )
-    options = 1.0, 3.0, memory, wanted
+    options = 1.0, 3.0, memory, *wanted
     if form == "soft":
         target = torch.rand(15, 40, device=DEVICE).softmax(1)
     if form == "backward":
@@ -124,8 +143,8 @@ def test_opcheck(form: str) -> None:
         operator = ops.linear_token_logprobs.default
         # A frozen input needs a copy without NaN beside the logits.
         given = (x.detach(), w) if form == "kept" else (x, w.detach())
-        options = (*options[:3], [t.requires_grad for t in (*given, b)])
-        arguments = (*given, b, target, scale, *options, form == "kept")
+        wanted = [t.requires_grad for t in (*given, b)]
+        arguments = (*given, b, target, scale, *options[:3], *wanted, form == "kept")
     else:
         operator = ops.linear_cross_entropy.default
         weight, factor = (torch.ones(40, device=DEVICE), None) if form == "each" else (None, ones)

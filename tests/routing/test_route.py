@@ -91,10 +91,21 @@ def test_the_gradient_keeps_nothing_as_large_as_the_logits_but_the_logits() -> N
 def test_operators_pass_the_checks_of_pytorch() -> None:
     from onlinesoftmax.routing.operators import ROUTE
 
-    x = logits(6, 12).requires_grad_()
-    for flags in ([False, True, True, True], [False, False, False, False]):
-        numbers = [3, 1, 1, 1, 2, 3]
-        torch.library.opcheck(ROUTE, (x, None, None, None, "softmax", numbers, flags, 1.0), rtol=1e-5, atol=1e-6)
+    x = logits(2, 3, 12).requires_grad_()
+    for flags in ([0, 1, 1, 1], [0, 0, 0, 0]):
+        given = x, None, None, None, "softmax", [3, 1, 1, 1, *flags], 1.0
+        torch.library.opcheck(ROUTE, given, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torchscript() -> None:
+    """It has the operator, which runs for other numbers of sequences and tokens too, and differentiates."""
+    traced = torch.jit.trace(lambda x: total(x, **KINDS[2]), logits(2, 4, 12).requires_grad_())
+    assert "onlinesoftmax::route" in str(traced.graph)
+    x = logits(3, 5, 12).requires_grad_()
+    torch.testing.assert_close(traced(x), total(x, **KINDS[2]))
+    ours, wanted = (torch.autograd.grad(f(x), x)[0] for f in (traced, lambda x: total(x, **KINDS[2])))
+    torch.testing.assert_close(ours, wanted)
 
 
 def test_replay_takes_the_given_experts() -> None:

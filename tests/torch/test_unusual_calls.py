@@ -14,6 +14,7 @@ from ways import HOW
 
 import onlinesoftmax as osm
 from contract import DEVICE
+from onlinesoftmax.sampling.topk import CHUNK
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "softmax": (lambda x, t, **how: osm.softmax(x, 1, **how), lambda x, t: x.softmax(1)),
@@ -199,5 +200,14 @@ def test_a_trace_of_torchscript_samples() -> None:
         return osm.sample(x, seed=1, offset=2).token
 
     traced = torch.jit.trace(sample, torch.randn(3, 8), check_trace=False)
-    x = torch.randn(3, 8)
+    x = torch.randn(CHUNK // 8 + 1, 8)
     assert torch.equal(traced(x), sample(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torchscript_lists_tokens() -> None:
+    """It has the operator, as a trace of torch.fx has."""
+    traced = torch.jit.trace(lambda x: osm.topk_logprobs(x, 2).logprobs, torch.randn(3, 8))
+    assert "onlinesoftmax::topk_logprobs" in str(traced.graph)
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(traced(x), osm.topk_logprobs(x, 2).logprobs)

@@ -35,8 +35,11 @@ Tensors = tuple[Tensor, ...]
 
 HEAD = "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? scale"
 
-OPTIONS = "float number, float? softcap, int? memory, bool[] wanted"
-"""A scale that is a number, the softcap, the bytes of buffers, and which gradients are wanted."""
+OPTIONS = "float number, float? softcap, int? memory, bool of_input, bool of_weight, bool of_bias"
+"""A scale that is a number, the softcap, the bytes of buffers, and which gradients are wanted.
+
+`torch.jit.trace` takes no list of bools.
+"""
 
 
 UNBOUNDED = 1 << 62
@@ -68,7 +71,7 @@ def _given(tensors: Sequence[Tensor | None], x: Tensor) -> Tensors:
 
 
 def _statistics(*arguments: Any) -> Tensors:
-    x, weight, bias, target, scale, number, softcap, memory, wanted, keeps = arguments
+    x, weight, bias, target, scale, number, softcap, memory, *wanted, keeps = arguments
     # The logits that the caller keeps fit, and so do a few vectors beside them.
     plan = _plan("linear_token_logprobs", x, weight, UNBOUNDED if keeps else memory, wanted)
     way = Way(plan, _options(scale, number, softcap))
@@ -85,7 +88,7 @@ def _fake_statistics(x: Tensor, weight: Tensor, *arguments: Any) -> Tensors:
 
 def _gradients_of_statistics(*arguments: Any) -> Tensors:
     (x, weight, bias, target, scale), (*known, logits), dys = arguments[:5], arguments[5:9], arguments[9:12]
-    number, softcap, memory, wanted = arguments[12:]
+    number, softcap, memory, *wanted = arguments[12:]
     kept, dlse = logits if logits.numel() else None, dys[2] if dys[2] is None else dys[2].to(known[0].dtype)
     if kept is None:
         plan = _plan("linear_token_logprobs", x, weight, memory, wanted)
@@ -93,20 +96,20 @@ def _gradients_of_statistics(*arguments: Any) -> Tensors:
         # An operator must not write to its operands, so chunks of the logits are copied.
         chunk = max(plans.COLUMN_BYTES // (len(x) * x.itemsize), plans.FEWEST_COLUMNS)
         plan = LinearPlan("columns", chunk, -(-len(weight) // chunk), 3, 0, True, "")
-    way, wanted = Way(plan, _options(scale, number, softcap)), tuple(wanted)
-    found = gradients_of(way, (x, weight, bias), target, Statistics(*known), (*dys[:2], dlse), wanted, kept)
+    way, of_all = Way(plan, _options(scale, number, softcap)), (wanted[0], wanted[1], wanted[2])
+    found = gradients_of(way, (x, weight, bias), target, Statistics(*known), (*dys[:2], dlse), of_all, kept)
     return _given(found, x)
 
 
 def _fake_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensors:
-    tensors = [t if one else None for t, one in zip((x, weight, bias), arguments[-1], strict=True)]
+    tensors = [t if one else None for t, one in zip((x, weight, bias), arguments[-3:], strict=True)]
     contiguous = torch.contiguous_format
     return _given([t if t is None else torch.empty_like(t, memory_format=contiguous) for t in tensors], x)
 
 
 def _losses(*arguments: Any) -> Tensors:
     x, weight, bias, target, scale, class_weight, factor, *numbers = arguments
-    ignore_index, smoothing, z_loss, stats, acc_dtype, number, softcap, memory, wanted = numbers
+    ignore_index, smoothing, z_loss, stats, acc_dtype, number, softcap, memory, *wanted = numbers
     wide, options, soft = accumulator_of(x.dtype, x.dtype), _options(scale, number, softcap), target.is_floating_point()
     loss = Loss(Settings(1, wide, False, ANY), ignore_index, "none", smoothing, z_loss, options)
     whole_rows, in_place = run.needs_whole_rows(loss, target, class_weight, stats), acc_dtype.itemsize < wide.itemsize
@@ -118,8 +121,8 @@ def _losses(*arguments: Any) -> Tensors:
             return _given((total, None, None, None, *found), x)
         skipped = None if soft else ~counted(target, loss)
         work = tokens.Work(plan, run.loss_rows(target, class_weight, loss, stats), skipped, True, sum_dtype=acc_dtype)
-        given, wanted = factor if any(wanted) else None, tuple(wanted)
-        (losses, *more), of_sum = tokens.run(work, x, weight, bias, given, wanted)
+        given, of_all = factor if any(wanted) else None, (wanted[0], wanted[1], wanted[2])
+        (losses, *more), of_sum = tokens.run(work, x, weight, bias, given, of_all)
         gradients = [None if g is None else g.to(x.dtype) for g in of_sum]
         result = losses if factor is None else (losses * factor).sum()
         return _given((result, *(more or (None,) * 3), *gradients), x)
@@ -140,16 +143,16 @@ def _of_columns(
 
 
 def _fake_losses(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensors:
-    factor, stats, wanted = arguments[3], arguments[7], arguments[-1]
+    factor, stats, wanted = arguments[3], arguments[7], arguments[-3:]
     wide, rows = accumulator_of(x.dtype, x.dtype), x.shape[:1]
     result = x.new_empty(rows if factor is None else (), dtype=wide)
     statistics = [x.new_empty(rows, dtype=dtype) if stats else None for dtype in (wide, wide, torch.int64)]
-    wanted = [one and factor is not None for one in wanted]
-    return (result, *_given(statistics, x), *_fake_gradients(x, weight, bias, wanted))
+    of_sum = [one and factor is not None for one in wanted]
+    return (result, *_given(statistics, x), *_fake_gradients(x, weight, bias, *of_sum))
 
 
 def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *tensors, ctx.number, ctx.softcap, ctx.memory, _, _ = inputs
+    *tensors, ctx.number, ctx.softcap, ctx.memory, _, _, _, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[3])
     ctx.set_materialize_grads(False)
@@ -160,11 +163,11 @@ def _backward_of_statistics(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     found: Sequence[Tensor | None] = (None,) * 3
     if given:
         _check(given)
-        wanted = list(ctx.needs_input_grad[:3])
-        numbers = ctx.number, ctx.softcap, ctx.memory, wanted
+        wanted = ctx.needs_input_grad[:3]
+        numbers = ctx.number, ctx.softcap, ctx.memory, *wanted
         gradients = _operators().linear_token_logprobs_backward(*ctx.saved_tensors, *dys[:3], *numbers)
         found = [g if one else None for g, one in zip(gradients, wanted, strict=True)]
-    return (*found, *(None,) * 7)
+    return (*found, *(None,) * 9)
 
 
 def _save_losses(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -179,16 +182,16 @@ def _backward_of_losses(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]
     found: Sequence[Tensor | None] = (None,) * 3
     if dy is not None:
         _check([dy])
-        *numbers, wanted = ctx.numbers
+        numbers, wanted = ctx.numbers[:-3], ctx.numbers[-3:]
         if ctx.known:
             if any(need and not one for need, one in zip(ctx.needs_input_grad, wanted, strict=False)):
                 raise RuntimeError("this program was traced without a gradient that is wanted now; trace it again")
             found = [g * dy if one else None for g, one in zip(ctx.saved_tensors, wanted, strict=True)]
         else:
-            wanted = list(ctx.needs_input_grad[:3])
-            gradients = _operators().linear_cross_entropy(*ctx.saved_tensors, dy, *numbers, wanted)[4:]
+            wanted = ctx.needs_input_grad[:3]
+            gradients = _operators().linear_cross_entropy(*ctx.saved_tensors, dy, *numbers, *wanted)[4:]
             found = [g if one else None for g, one in zip(gradients, wanted, strict=True)]
-    return (*found, *(None,) * 13)
+    return (*found, *(None,) * 15)
 
 
 def _check(dys: list[Tensor]) -> None:

@@ -203,7 +203,7 @@ def _scale_and_options(head: Head, options: Any, memory: int | None) -> tuple[Te
     tensor = scale if isinstance(scale, Tensor) else None
     number = constant(scale) if tensor is None else 1.0
     softcap = None if softcap is None else constant(softcap)
-    return tensor, (number, softcap, memory, list(wanted_of(head)))
+    return tensor, (number, softcap, memory, *wanted_of(head))
 
 
 def _operators() -> Any:

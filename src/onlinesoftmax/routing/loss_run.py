@@ -13,6 +13,7 @@ from ..core.processes import has_processes
 from ..kernels import registry
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
+from ..torch.gradients import is_traced
 from ..torch.small_kernels import scale_gradient
 from .results import Routed, WithLosses
 
@@ -43,7 +44,7 @@ def _may_have_changed(routed: Routed) -> bool:
 
 def fused(values: Tensor, counts: Tensor, factor: float, z_loss: bool) -> Tensor | None:
     """A loss by a kernel, or None where none takes it; as `Fused` in losses.py."""
-    if torch.compiler.is_compiling() or is_transformed() or type(values) not in PLAIN_TYPES or not values.is_cuda:
+    if is_traced(values) or is_transformed() or type(values) not in PLAIN_TYPES or not values.is_cuda:
         return None
     if registry.unavailable("cuda") is not None or not (values.is_contiguous() and counts.is_contiguous()):
         return None

@@ -14,17 +14,18 @@ from .run import flat_rule, found_of, gradient_of
 
 Tensor = torch.Tensor
 
-_REST = "str score, SymInt[] numbers, bool[] flags, float scale"
+_REST = "str score, int[] numbers, float scale"
 
 _CALL = f"Tensor x, Tensor? bias, Tensor? mask, Tensor? indices, {_REST}"
 
 
-def call_of(x: Tensor, bias: Any, mask: Any, indices: Any, score: str, numbers: Any, flags: Any, scale: float) -> Call:
-    """The call of an operator's arguments."""
-    k, groups, group_k, group_top, sequences, tokens = numbers
-    topk_first, renormalize, counts, prob_sums = flags
-    rule = Rule(x.shape[1], k, Score(score), topk_first, groups, group_k, group_top, renormalize, scale)
-    return Call(x, bias, mask, indices, rule, sequences, tokens, counts, prob_sums)
+def call_of(x: Tensor, bias: Any, mask: Any, indices: Any, *rest: Any) -> Call:
+    """The call of an operator's arguments, of which x is (sequences, tokens, experts)."""
+    sequences, tokens, experts = x.shape
+    score, (k, groups, group_k, group_top, *flags), scale = rest
+    topk_first, renormalize, counts, prob_sums = map(bool, flags)
+    rule = Rule(experts, k, Score(score), topk_first, groups, group_k, group_top, renormalize, scale)
+    return Call(x.reshape(-1, experts), bias, mask, indices, rule, sequences, tokens, counts, prob_sums)
 
 
 def _route(*arguments: Any) -> tuple[Tensor, ...]:
@@ -54,13 +55,14 @@ def _backward(
 ) -> Tensor:
     x, bias, mask, *rest = arguments
     call = call_of(x, bias, mask, None, *rest)
-    return gradient_of(call, Routed(weights, indices, None, None, lse), Gradients(d_weights, d_sums, d_lse))
+    found = Routed(weights, indices, None, None, lse)
+    return gradient_of(call, found, Gradients(d_weights, d_sums, d_lse)).view_as(x)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, bias, mask, _, *ctx.rest = inputs
     weights, indices, counts, _, lse = output
-    ctx.with_sums = ctx.rest[2][3]
+    ctx.with_sums = bool(ctx.rest[1][-1])
     ctx.mark_non_differentiable(indices, counts)
     ctx.save_for_backward(weights, indices, lse, x, bias, mask)
 
@@ -69,7 +71,7 @@ def _differentiate(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
     weights, indices, lse, *operands = ctx.saved_tensors
     given = dys[0], dys[3] if ctx.with_sums else None, dys[4]
     operator = getattr(torch.ops, NAMESPACE).route_backward
-    return operator(weights, indices, lse, *given, *operands, *ctx.rest), *[None] * 7
+    return operator(weights, indices, lse, *given, *operands, *ctx.rest), *[None] * 6
 
 
 ROUTE = torch.library.custom_op(

@@ -11,6 +11,7 @@ from ..kernels import registry
 from ..torch.arguments import is_lazy
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
+from ..torch.gradients import is_traced
 from ..torch.namespace import NAMESPACE
 from . import losses, reference
 from .results import Losses, Routed, losses_of, with_losses
@@ -28,7 +29,7 @@ def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
         dense: True to return the weight of every expert.
     """
     x = call.x
-    if torch.compiler.is_compiling():
+    if is_traced(x):
         found = _by_operator(call)
     elif type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
         found = reference.found_at(call, reference.choose(call))
@@ -183,15 +184,17 @@ def _gradient_by_pytorch(call: Call, indices: Tensor, given: tuple[Tensor | None
 
 
 def _by_operator(call: Call) -> Routed:
-    """The results in a trace."""
+    """The results in a trace, which records the shape of a tensor, and no number that is computed from it."""
     operator = getattr(torch.ops, NAMESPACE).route
-    found = operator(call.x, call.bias, call.mask, call.indices, *flat_rule(call))
+    x = call.x.reshape(call.sequences, call.tokens, call.rule.experts)
+    found = operator(x, call.bias, call.mask, call.indices, *flat_rule(call))
     weights, indices, counts, sums, lse = found
     return Routed(weights, indices, counts if call.counts else None, sums if call.prob_sums else None, lse)
 
 
-def flat_rule(call: Call) -> tuple[str, list[int], list[bool], float]:
-    """The part of a call that is no tensor, as operators take it; `call_of` is the inverse."""
+def flat_rule(call: Call) -> tuple[str, list[int], float]:
+    """The rule and the flags of a call, as operators take them: `torch.jit.trace` takes no list of bools."""
     rule = call.rule
-    numbers = [rule.k, rule.groups, rule.group_k, rule.group_top, call.sequences, call.tokens]
-    return rule.score.value, numbers, [rule.topk_first, rule.renormalize, call.counts, call.prob_sums], rule.scale
+    numbers = rule.k, rule.groups, rule.group_k, rule.group_top
+    flags = rule.topk_first, rule.renormalize, call.counts, call.prob_sums
+    return rule.score.value, [*numbers, *map(int, flags)], rule.scale

@@ -10,6 +10,7 @@ import torch
 from ..kernels import registry
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
+from ..torch.gradients import is_traced
 from .arguments import LARGEST_INT64, Logits, in_rows
 from .distribution import (
     Distribution,
@@ -65,7 +66,7 @@ def _by_kernel(
 ) -> Sampled | None:
     """`sample` of flat rows by a kernel; None where none takes the call."""
     x = logits.x
-    if torch.compiler.is_compiling() or not x.is_cuda or not logits.options.plain or type(x) not in PLAIN_TYPES:
+    if is_traced(x) or not x.is_cuda or not logits.options.plain or type(x) not in PLAIN_TYPES:
         return None
     if registry.unavailable("cuda") is not None or is_transformed() or x.is_neg():
         return None
@@ -77,7 +78,7 @@ def _by_kernel(
 def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
     """`sample` of scores (rows, tokens) by PyTorch's operations, on a CPU a chunk of rows at a time."""
     # A trace would have one graph for each number of chunks.
-    if not scores.is_cpu or torch.compiler.is_compiling():
+    if not scores.is_cpu or is_traced(scores):
         return _sample(scores, parameters, seed, offset, raw, top)
     count, chunks = max(CHUNK // scores.shape[1], 1), []
     for first in range(0, max(len(scores), 1), count):

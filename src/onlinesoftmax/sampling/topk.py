@@ -14,6 +14,7 @@ from ..torch.arguments import check_scale_is_constant, is_lazy
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES, accumulator_of
+from ..torch.gradients import is_traced
 from ..torch.loss_run import run_tokens
 from ..torch.namespace import NAMESPACE
 from ..torch.several_tokens import gradient_of_tokens
@@ -37,7 +38,7 @@ def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     """
     x = logits.x
     check_scale_is_constant(f"{logits.name}()", logits.options)
-    if torch.compiler.is_compiling() and x.numel():
+    if is_traced(x) and x.numel():
         return _by_operator(logits, k, target)
     if type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
         return _at(logits, *_order_of(logits, k, target), target)
