@@ -12,6 +12,7 @@ import torch
 from heads import DEVICE, MEMORY, TOKENS, Tensor, clipped, head, same_with_gradients
 
 import onlinesoftmax as osm
+from onlinesoftmax.linear import plans, products
 
 pytestmark = [
     pytest.mark.usefixtures("small_chunks"),
@@ -24,6 +25,10 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+OF_CHUNK = "linear_token_logprobs", "linear_gradients"
+"""The operators of a chunk of tokens."""
 
 
 def losses(x: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -40,6 +45,7 @@ def losses(x: Tensor, w: Tensor, b: Tensor, target: Tensor) -> tuple[Tensor, ...
         (each[0] * each[1].entropy).sum(),
         sum(found[1:], found.logprob).sum(),
         osm.linear_token_loss(x, w, target, clipped, old, advantage, **given),
+        osm.linear_token_loss(x, w, target, clipped, old, advantage, scale=scale, memory=MEMORY["tokens"], **given),
     )
 
 
@@ -48,6 +54,48 @@ def test_a_whole_graph() -> None:
     compiled = torch.compile(losses, backend="aot_eager", fullgraph=True)(x, w, b, target)
     for ours, eager in zip(compiled, losses(x, w, b, target), strict=True):
         same_with_gradients(ours, eager, [x, w, b])
+
+
+def test_a_token_loss_in_chunks_makes_no_logits_again() -> None:
+    """One token is ignored and holds NaN, and one target is no class; a graph of any number of tokens has no chunks."""
+    x, w, b, target = head()
+    with torch.no_grad():
+        x[1, 2] = torch.nan
+    target[0, 1], memory = 40, MEMORY["tokens"] + 8 * 15 * 7
+    problem = plans.problem_of("linear_token_loss", (15, 7, 40), "float64", (True, True, True))
+    chunks = plans.plan_of(problem, memory).chunks
+    assert chunks > 1
+    advantage = torch.linspace(-1, 1, 15, dtype=torch.float64, device=DEVICE).reshape(TOKENS)
+
+    def loss(x: Tensor, w: Tensor, b: Tensor, **given: Any) -> Tensor:
+        return osm.linear_token_loss(
+            x, w, target, clipped, advantage, advantage, linear_bias=b, reduction="sum", **given
+        )
+
+    for frozen in ((), (0,), (1, 2)):
+        inputs = [t.detach().requires_grad_(i not in frozen) for i, t in enumerate((x, w, b))]
+        code: list[str] = []
+
+        def keep(graph: Any, _: Any, code: list[str] = code) -> Any:
+            code.append(graph.code)
+            return graph
+
+        ours = torch.compile(loss, backend=keep, fullgraph=True)(*inputs, memory=memory)
+        assert [code[0].count(f"onlinesoftmax.{name}(") for name in OF_CHUNK] == [chunks, chunks]
+        theirs, wanted = loss(*inputs, memory=memory), [t for t in inputs if t.requires_grad]
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+        for a, c in zip(*(torch.autograd.grad(y, wanted) for y in (ours, theirs)), strict=True):
+            torch.testing.assert_close(a, c)
+    torch.compile(loss, backend=keep, fullgraph=True, dynamic=True)(x, w, b)
+    assert [code[-1].count(f"onlinesoftmax.{name}(") for name in OF_CHUNK] == [1, 0]
+
+
+def test_a_compiled_token_loss_reads_no_parameter() -> None:
+    x, w, _, target = head()
+    parameter = torch.ones((), dtype=torch.float64, device=DEVICE, requires_grad=True)
+    compiled = torch.compile(osm.linear_token_loss, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="loss reads a tensor that requires a gradient"):
+        compiled(x, w, target, lambda logprob, *_: -logprob * parameter)
 
 
 def test_an_exported_program_takes_any_number_of_tokens_and_lacks_no_gradient_silently() -> None:
@@ -64,6 +112,15 @@ def test_an_exported_program_takes_any_number_of_tokens_and_lacks_no_gradient_si
     torch.testing.assert_close(y, module(x, target))
     with pytest.raises(RuntimeError, match="traced without a gradient"):
         y.backward()
+
+
+def test_kept_logits_have_the_strides_that_a_trace_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, rows of logits begin at multiples of 128 bytes where classes do not fill 16."""
+    monkeypatch.setattr(products, "has_fast_sizes", lambda t: True)
+    x, w, target = torch.randn(3, 4, device=DEVICE), torch.randn(1029, 4, device=DEVICE), torch.arange(3, device=DEVICE)
+    arguments = x, w, None, target, None, 1.0, None, None, False, False, False, True
+    assert torch.ops.onlinesoftmax.linear_token_logprobs(*arguments)[3].stride() == (1056, 1)
+    torch.library.opcheck(torch.ops.onlinesoftmax.linear_token_logprobs.default, arguments)
 
 
 def test_eager_calls_do_not_import_the_compiler() -> None:
@@ -111,7 +168,7 @@ def test_a_trace_of_torchscript() -> None:
     same_with_gradients(traced(x, w, b, target), losses(x, w, b, target), [x, w, b])
 
 
-@pytest.mark.parametrize("form", ["known", "each", "soft", "columns", "kept", "made again", "backward"])
+@pytest.mark.parametrize("form", ["known", "each", "soft", "columns", "kept", "made again", "backward", "chunk"])
 def test_opcheck(form: str) -> None:
     """Schema, fake implementation, derivatives, and traces with shapes that are symbols."""
     x, w, b, target = head(torch.float32)
@@ -139,6 +196,11 @@ def test_opcheck(form: str) -> None:
             ones,
             *options,
         )
+    elif form == "chunk":
+        operator, z = ops.linear_gradients.default, torch.randn(15, 40, device=DEVICE)
+        dw, db, of_rows = torch.zeros(40, 7, device=DEVICE), torch.zeros(40, device=DEVICE), [ones] * 3
+        tensors = x.detach(), w.detach(), target, scale, -ones, ones, ones.double(), z, *of_rows, dw, db
+        arguments = (*tensors, 1.0, 3.0, True, False)
     elif form in ("kept", "made again"):
         operator = ops.linear_token_logprobs.default
         # A frozen input needs a copy without NaN beside the logits.

@@ -10,7 +10,7 @@ import torch
 import onlinesoftmax as osm
 from onlinesoftmax.core.device import KNOWN, matrix_rate
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.linear import rows, run
+from onlinesoftmax.linear import arguments, rows
 from onlinesoftmax.linear.plans import LinearPlan
 
 SIZES, CLASSES = (12, 8), 300
@@ -26,7 +26,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[list[LinearPlan], list[Any]]:
         pytest.skip("with a GPU, Triton's interpreter is off")
     from onlinesoftmax.torch import fast_path, prepare
 
-    heads, kernels, plan_of, kernel_of = list[LinearPlan](), list[Any](), run.plan_of, prepare.plan_of
+    heads, kernels, plan_of, kernel_of = list[LinearPlan](), list[Any](), arguments.plan_of, prepare.plan_of
 
     def recorded(found: list[Any], function: Any) -> Any:
         def call(*arguments: Any) -> Any:
@@ -35,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[list[LinearPlan], list[Any]]:
 
         return call
 
-    monkeypatch.setattr(run, "plan_of", recorded(heads, plan_of))
+    monkeypatch.setattr(arguments, "plan_of", recorded(heads, plan_of))
     monkeypatch.setattr(prepare, "plan_of", recorded(kernels, kernel_of))
     monkeypatch.setattr(rows, "why_not_kernels", lambda *_: None)
     monkeypatch.setattr(rows, "CHOICE", Choice("triton"))

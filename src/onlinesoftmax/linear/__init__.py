@@ -139,8 +139,9 @@ def linear_token_loss(
     """A loss of the log-probability, entropy and logsumexp of each token, with its gradients in the forward pass.
 
     The loss and its derivative are evaluated on the vectors of each chunk of tokens.  So a loss such as PPO's or GRPO's
-    costs three products, where `linear_token_logprobs` without stored logits costs four.  A graph of torch.compile
-    has no operator for a function of the caller: there this is the loss of `linear_token_logprobs`.
+    costs three products, where `linear_token_logprobs` without stored logits costs four.  A graph of torch.compile has
+    the operations of the loss once for each chunk.  A graph for any number of tokens, or of more than 16 chunks, has
+    the loss of `linear_token_logprobs` instead.
 
     Args:
         input, linear_weight, target, linear_bias, scale, softcap, memory, acc_dtype: As for `linear_cross_entropy`,

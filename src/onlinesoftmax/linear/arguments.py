@@ -15,7 +15,8 @@ from ..core.wrong_calls import OTHER_MEANS, check_loss
 from ..torch.arguments import TORCH, check_constant, check_first_derivative, checked_number, is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import accumulator_of
-from .plans import LinearPlan
+from .plans import LinearPlan, plan_of, problem_of
+from .sharing import Sharing
 
 Tensor = torch.Tensor
 
@@ -237,3 +238,27 @@ def check_per_token(name: str, argument: str, t: Any, shape: tuple[int, ...], de
     if t.device != device:
         raise RuntimeError(f"{name}(): {argument} is on {t.device}, and input on {device}")
     check_constant(f"{name}()", argument, t, NOT_COMPUTED)
+
+
+def wanted_of(head: Head) -> tuple[bool, bool, bool]:
+    """True for each gradient that autograd records: of input, weight and bias."""
+    records, bias = torch.is_grad_enabled(), head.bias
+    of_bias = bias is not None and bias.requires_grad
+    return records and head.input.requires_grad, records and head.weight.requires_grad, records and of_bias
+
+
+def records(head: Head) -> bool:
+    """True where autograd records the call."""
+    return any(wanted_of(head))
+
+
+def plan_for(
+    name: str, head: Head, memory: int | None, each: bool = False, whole_rows: bool = False,
+    sharing: Sharing | None = None, in_place: bool = False, in_two: bool = False,
+) -> LinearPlan:  # fmt: skip
+    """The plan of a call; arguments as for `problem_of`, and `in_two` as in LinearProblem."""
+    x, weight = head.input, head.weight
+    classes = len(weight) if sharing is None else sharing.largest
+    sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
+    problem = problem_of(name, sizes, dtype, wanted_of(head), each, whole_rows, in_place, sharing is not None)
+    return plan_of(problem._replace(in_two=in_two), memory)

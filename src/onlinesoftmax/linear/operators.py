@@ -3,6 +3,8 @@
     linear_token_logprobs            the statistics of each token, lse in float64, and all logits where they are kept
     linear_token_logprobs_backward   gradients of input, weight and bias from those of the statistics
     linear_cross_entropy             the losses; with a factor of each loss also the gradients of their sum
+    linear_gradients                 gradients of a chunk of tokens from those of the statistics, in place of the logits
+    linear_known_gradients           a number, whose gradients the forward pass has computed
 
 Only traced calls use these operators: an eager call saves the host time of PyTorch's C++ dispatcher.  An operator makes
 its plan when it runs, so that a program does not depend on the number of tokens.
@@ -21,12 +23,13 @@ from ..core.options import ScoreOptions
 from ..core.task import ANY
 from ..torch.formulas import accumulator_of
 from ..torch.gradients import is_traced
-from ..torch.loss_arguments import Loss, counted
+from ..torch.loss_arguments import Loss, counted, is_class
 from ..torch.namespace import NAMESPACE
-from . import plans, run, tokens
+from . import formulas, plans, rows, tokens
 from .arguments import check_gradients, noted
 from .columns import LogProbabilities, Way, gradients_of, statistics_of
 from .plans import LinearPlan, plan_of, problem_of
+from .products import logits_memory
 from .rows import Statistics
 
 Tensor = torch.Tensor
@@ -83,7 +86,7 @@ def _fake_statistics(x: Tensor, weight: Tensor, *arguments: Any) -> Tensors:
     keeps = arguments[-1]
     wide = accumulator_of(x.dtype, x.dtype)
     found = [x.new_empty(x.shape[:1], dtype=dtype) for dtype in (wide, wide, torch.float64)]
-    return (*found, x.new_empty(x.shape[0] if keeps else 0, weight.shape[0]))
+    return (*found, logits_memory(x.shape[0], weight.shape[0], x) if keeps else x.new_empty(0, weight.shape[0]))
 
 
 def _gradients_of_statistics(*arguments: Any) -> Tensors:
@@ -112,7 +115,8 @@ def _losses(*arguments: Any) -> Tensors:
     ignore_index, smoothing, z_loss, stats, acc_dtype, number, softcap, memory, *wanted = numbers
     wide, options, soft = accumulator_of(x.dtype, x.dtype), _options(scale, number, softcap), target.is_floating_point()
     loss = Loss(Settings(1, wide, False, ANY), ignore_index, "none", smoothing, z_loss, options)
-    whole_rows, in_place = run.needs_whole_rows(loss, target, class_weight, stats), acc_dtype.itemsize < wide.itemsize
+    whole_rows = formulas.needs_whole_rows(loss, target, class_weight, stats)
+    in_place = acc_dtype.itemsize < wide.itemsize
     plan = _plan("linear_cross_entropy", x, weight, memory, wanted, whole_rows=whole_rows, in_place=in_place)
     with _derivatives(), torch.no_grad():
         if plan.name == "columns":
@@ -120,7 +124,8 @@ def _losses(*arguments: Any) -> Tensors:
             total, found = _of_columns((x, weight, bias), target, plan, loss, factor, wanted)
             return _given((total, None, None, None, *found), x)
         skipped = None if soft else ~counted(target, loss)
-        work = tokens.Work(plan, run.loss_rows(target, class_weight, loss, stats), skipped, True, sum_dtype=acc_dtype)
+        of_chunk = formulas.loss_rows(target, class_weight, loss, stats)
+        work = tokens.Work(plan, of_chunk, skipped, True, sum_dtype=acc_dtype)
         given, of_all = factor if any(wanted) else None, (wanted[0], wanted[1], wanted[2])
         (losses, *more), of_sum = tokens.run(work, x, weight, bias, given, of_all)
         gradients = [None if g is None else g.to(x.dtype) for g in of_sum]
@@ -136,7 +141,7 @@ def _of_columns(
     leaves = [t if t is None else t.detach().requires_grad_(one) for t, one in zip(inputs, wanted, strict=True)]
     with torch.set_grad_enabled(any(wanted)):
         found = LogProbabilities.apply(*leaves, target, plan, loss.options)
-        total = (run.loss_of(found, target, loss) * factor).sum()
+        total = (formulas.loss_of(found, target, loss) * factor).sum()
     needed = [leaf for leaf, one in zip(leaves, wanted, strict=True) if one and leaf is not None]
     gradients = iter(torch.autograd.grad(total, needed) if needed else ())
     return total.detach(), [next(gradients) if one else None for one in wanted]
@@ -149,6 +154,19 @@ def _fake_losses(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     statistics = [x.new_empty(rows, dtype=dtype) if stats else None for dtype in (wide, wide, torch.int64)]
     of_sum = [one and factor is not None for one in wanted]
     return (result, *_given(statistics, x), *_fake_gradients(x, weight, bias, *of_sum))
+
+
+def _add_gradients(*arguments: Any) -> Tensor:
+    x, weight, target, scale, *known, logits, dlogprob, dentropy, dlse, dw, db = arguments[:13]
+    number, softcap, of_input, first = arguments[13:]
+    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
+    skipped = (dlogprob == 0) & (dlse == 0) & (dentropy == 0)
+    local = target.where(is_class(target, len(weight)), -1)
+    beside = rows.incoming(Statistics(*known), dlogprob, dentropy)
+    dz = rows.gradient(logits, local, dlse, beside, _options(scale, number, softcap))
+    sums = tokens.Gradients(dx, dw if dw.numel() else None, db if db.numel() else None)
+    tokens.add_gradients(sums, dz, x, weight, skipped, first)
+    return x.new_empty(0) if dx is None else dx
 
 
 def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -194,6 +212,18 @@ def _backward_of_losses(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]
     return (*found, *(None,) * 15)
 
 
+def _save_known(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype = inputs[1].dtype
+    ctx.save_for_backward(*inputs[4:])
+
+
+def _backward_of_known(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    _check([dy])
+    wanted = ctx.needs_input_grad[1:4]
+    found = [(g * dy).to(ctx.dtype) if one else None for g, one in zip(ctx.saved_tensors, wanted, strict=True)]
+    return (None, *found, *(None,) * 3)
+
+
 def _check(dys: list[Tensor]) -> None:
     if not is_traced(dys[0]):
         check_gradients(*dys)
@@ -203,8 +233,8 @@ def _operators() -> Any:
     return getattr(torch.ops, NAMESPACE)
 
 
-def _define(name: str, schema: str, kernel: Any, fake: Any, *gradient: Any) -> None:
-    operator = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=(), schema=schema)
+def _define(name: str, schema: str, kernel: Any, fake: Any, *gradient: Any, changes: Sequence[str] = ()) -> None:
+    operator = torch.library.custom_op(f"{NAMESPACE}::{name}", kernel, mutates_args=changes, schema=schema)
     operator.register_fake(fake)
     if gradient:
         backward, setup_context = gradient
@@ -226,4 +256,17 @@ _define(
     f"({HEAD}, Tensor? class_weight, Tensor? factor, int ignore_index, float smoothing, float z_loss, bool stats, "
     f"ScalarType acc_dtype, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _losses, _fake_losses, _backward_of_losses, _save_losses,
+)  # fmt: skip
+_define(
+    "linear_gradients",
+    "(Tensor x, Tensor weight, Tensor target, Tensor? scale, Tensor logprob, Tensor entropy, Tensor lse, "
+    "Tensor(a!) logits, Tensor dlogprob, Tensor dentropy, Tensor dlse, Tensor(b!) dw, Tensor(c!) db, float number, "
+    "float? softcap, bool of_input, bool first) -> Tensor",
+    _add_gradients, lambda x, *arguments: x.new_empty(x.shape if arguments[-2] else 0),
+    changes=("logits", "dw", "db"),
+)  # fmt: skip
+_define(
+    "linear_known_gradients",
+    "(Tensor total, Tensor x, Tensor weight, Tensor? bias, Tensor dx, Tensor dw, Tensor db) -> Tensor",
+    lambda total, *_: total.clone(), lambda total, *_: torch.empty_like(total), _backward_of_known, _save_known,
 )  # fmt: skip

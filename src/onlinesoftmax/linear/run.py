@@ -1,12 +1,12 @@
 """The ways of the calls of linear/__init__.py on torch tensors.
 
-A trace gets the operators of operators.py; an eager call runs the functions of tokens.py and columns.py.
+An eager call runs the functions of tokens.py and columns.py, a traced one those of traced.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,20 +19,16 @@ from ..torch.gradients import is_traced
 from ..torch.loss_arguments import (
     Loss,
     count_of,
-    counted,
     equals,
     ignored,
     is_class,
     scaled_weight,
     scales_weight,
     signed,
-    with_constants,
 )
 from ..torch.loss_run import statistics_of
-from ..torch.namespace import NAMESPACE
-from . import rows
+from . import rows, traced
 from .arguments import (
-    NOT_COMPUTED,
     Head,
     check_token_loss,
     checked_acc_dtype,
@@ -40,12 +36,13 @@ from .arguments import (
     checked_memory,
     checked_options_of,
     checked_per_token,
-    constant,
     is_autocast,
     noted,
+    plan_for,
+    records,
 )
 from .columns import LogProbabilities
-from .plans import CHUNK_BYTES, LinearPlan, plan_of, problem_of
+from .formulas import LossCall, checked_losses, divided, loss_of, loss_rows, needs_whole_rows, with_divisor
 from .sharing import Sharing
 from .tokens import KnownFactor, LaterFactor, Rows, Work
 
@@ -53,25 +50,6 @@ Tensor = torch.Tensor
 
 Tensors = tuple[Any, Any, Any, Any]
 """The arguments input, linear_weight, target and linear_bias."""
-
-
-class LossCall(NamedTuple):
-    """The checked arguments of `linear_cross_entropy`.
-
-    Attributes:
-        head: The tensors; targets that are classes are int64.
-        loss: The options of the loss.
-        factor: Factor of the loss of each token, in the dtype of the sums: its weight.
-        dtype: Dtype of the result.
-        memory, sum_dtype: The arguments `memory` and `acc_dtype`.
-    """
-
-    head: Head
-    loss: Loss
-    factor: Tensor
-    dtype: torch.dtype
-    memory: int | None
-    sum_dtype: torch.dtype
 
 
 def checked_loss(
@@ -118,7 +96,7 @@ def cross_entropy(
         soft = head.target.is_floating_point()
         divisor = torch.ones_like(factor).sum() if soft else count_of(head.target, weight, loss, factor.dtype)
     factor, divisor = with_divisor(factor, divisor, head.input.dtype)
-    way = _traced_losses if is_traced(head.input) else _losses
+    way = traced.losses if is_traced(head.input) else _losses
     y, stats = way(call._replace(factor=factor), weight, return_stats)
     y = _mean_of_none(divided(y, divisor), head, loss.reduction)
     y = (y.reshape(head.shape) if loss.reduction == "none" else y).to(dtype)
@@ -167,49 +145,6 @@ def losses(
     return y, more
 
 
-def _traced_losses(call: LossCall, weight: Tensor | None, stats: bool) -> tuple[Tensor, Any]:
-    """As `_losses`, by operators.
-
-    The gradient of a mean over many tokens is too small for float16, so there it waits for the factor of a scaler.
-    """
-    head, loss, factor = call.head, call.loss, call.factor
-    each, target = loss.reduction == "none", head.target
-    known = not each and head.input.dtype != torch.float16
-    if not known and not needs_whole_rows(loss, target, weight, stats):
-        y, found = loss_of(_traced_statistics(head, loss.options, call.memory), target, loss) * factor, ()
-        return y if each else y.sum(), found
-    loss = with_constants(loss) if torch.compiler.is_dynamo_compiling() else loss
-    scale, options = _scale_and_options(head, loss.options, call.memory)
-    numbers = loss.ignore_index, loss.smoothing, loss.z_loss, stats, call.sum_dtype
-    y, *found = _operators().linear_cross_entropy(
-        head.input, head.weight, head.bias, target, scale, weight, factor if known else None, *numbers, *options
-    )
-    y = y if known else y * factor
-    return y if known or each else y.sum(), found[:3]
-
-
-def _traced_statistics(head: Head, options: Any, memory: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprob, entropy, lse) by an operator, which keeps the logits where they take the usual memory."""
-    x, weight = head.input, head.weight
-    scale, given = _scale_and_options(head, options, memory)
-    keeps = memory is None and records(head) and x.shape[0] * len(weight) * x.itemsize <= CHUNK_BYTES
-    found: Any = _operators().linear_token_logprobs(x, weight, head.bias, head.target, scale, *given, keeps)
-    return found[0], found[1], found[2].to(found[0].dtype)
-
-
-def _scale_and_options(head: Head, options: Any, memory: int | None) -> tuple[Tensor | None, tuple[Any, ...]]:
-    """The scale where it is a tensor, and the numbers that operators take (`OPTIONS`)."""
-    scale, softcap = (1.0, None) if options is None else (options.scale, options.softcap)
-    tensor = scale if isinstance(scale, Tensor) else None
-    number = constant(scale) if tensor is None else 1.0
-    softcap = None if softcap is None else constant(softcap)
-    return tensor, (number, softcap, memory, *wanted_of(head))
-
-
-def _operators() -> Any:
-    return getattr(torch.ops, NAMESPACE)
-
-
 def token_logprobs(
     tensors: Tensors, ignore_index: int | None, scale: Any, softcap: Any, memory: Any, sharing: Sharing | None = None,
     support: Any = None,
@@ -226,7 +161,7 @@ def token_logprobs(
         plan = noted(name, head.input, head.weight, plan_for(name, head, memory))
         logprob, entropy, lse = truncated_logprobs(name, head, of_target, options, support, plan)
     elif sharing is None and is_traced(head.input):
-        logprob, entropy, lse = _traced_statistics(head._replace(target=of_target), options, memory)
+        logprob, entropy, lse = traced.statistics(head._replace(target=of_target), options, memory)
     else:
         inputs = head.input, head.weight, head.bias
         plan = noted(name, *inputs[:2], plan_for(name, head, memory, sharing=sharing))
@@ -256,10 +191,8 @@ def token_loss(
     factor, divisor = with_divisor(counts, count, head.input.dtype)
     memory, sum_dtype = checked_memory(name, memory), checked_acc_dtype(name, acc_dtype, head.input.dtype)
     if sharing is None and is_traced(head.input):
-        found = _traced_statistics(head._replace(target=of_target), options, memory)
-        # An ignored token has no gradient, whatever the loss makes of it.
-        y = loss(*[t.masked_fill(ignored, 0.0) for t in found], *beside)
-        y = divided((_checked_losses(name, y, counts).masked_fill(ignored, 0.0) * factor).sum(), divisor)
+        head, bounds = head._replace(target=of_target), (memory, sum_dtype)
+        y = divided(traced.token_loss(head, options, bounds, factor, loss, beside, ignored), divisor)
         return y if count is None else y.masked_fill(count == 0, torch.nan)
     in_place = sum_dtype.itemsize < counts.itemsize
     plan = noted(name, *head[:2], plan_for(name, head, memory, sharing=sharing, in_place=in_place))
@@ -276,7 +209,7 @@ def token_loss(
         leaves = [t.detach().to(counts.dtype).requires_grad_(dy is not None) for t in known]
         with torch.set_grad_enabled(dy is not None):
             y = loss(*leaves, *[t[part] for t in beside])
-        losses = _checked_losses(name, y, *leaves).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
+        losses = checked_losses(name, y, *leaves).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
         if dy is None:
             return (losses,), None
         found: Any = [None, None, None]
@@ -297,103 +230,10 @@ def token_loss(
     return total if count is None else total.masked_fill(count == 0, torch.nan)
 
 
-def _checked_losses(name: str, y: Any, like: Tensor, *others: Tensor) -> Tensor:
-    """The losses that the caller's function returns for some tokens.
-
-    Where `others` are given, they and `like` are the only tensors that may require a gradient.
-    """
-    if not isinstance(y, Tensor) or y.shape != like.shape:
-        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
-        raise ValueError(f"{name}(): loss must return one number for each token, {tuple(like.shape)}, got {got}")
-    nodes, seen = [y.grad_fn] if others else [], set()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and all(leaf is not t for t in (like, *others)):
-            raise RuntimeError(f"{name}(): loss reads a tensor that requires a gradient, which {NOT_COMPUTED}")
-        nodes += [before for before, _ in node.next_functions]
-    return y
-
-
 def _itself(t: Tensor) -> Tensor:
     return t
-
-
-def wanted_of(head: Head) -> tuple[bool, bool, bool]:
-    """True for each gradient that autograd records: of input, weight and bias."""
-    records, bias = torch.is_grad_enabled(), head.bias
-    of_bias = bias is not None and bias.requires_grad
-    return records and head.input.requires_grad, records and head.weight.requires_grad, records and of_bias
-
-
-def records(head: Head) -> bool:
-    """True where autograd records the call."""
-    return any(wanted_of(head))
-
-
-def plan_for(
-    name: str, head: Head, memory: int | None, each: bool = False, whole_rows: bool = False,
-    sharing: Sharing | None = None, in_place: bool = False, in_two: bool = False,
-) -> LinearPlan:  # fmt: skip
-    """The plan of a call; arguments as for `problem_of`, and `in_two` as in LinearProblem."""
-    x, weight = head.input, head.weight
-    classes = len(weight) if sharing is None else sharing.largest
-    sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
-    problem = problem_of(name, sizes, dtype, wanted_of(head), each, whole_rows, in_place, sharing is not None)
-    return plan_of(problem._replace(in_two=in_two), memory)
 
 
 def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
     """The result; NaN where it is the mean of no tokens, whose gradients are 0."""
     return y if head.input.shape[0] or reduction != "mean" else y + torch.nan
-
-
-def with_divisor(factor: Tensor, divisor: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The factors with the divisor in them, and None; for logits of float16 both as they are.
-
-    The gradient of a mean over many tokens is too small for float16.  As the divisor comes after the sum, the factor of
-    a gradient scaler is multiplied with it before it reaches a float16 tensor.
-    """
-    if divisor is None or dtype == torch.float16:
-        return factor, divisor
-    return factor / divisor, None
-
-
-def divided(y: Tensor, divisor: Tensor | None) -> Tensor:
-    """The quotient; with a divisor of 0 it is NaN and has no gradient."""
-    if divisor is None:
-        return y
-    return (y * divisor.reciprocal().where(divisor != 0, 0.0)).masked_fill(divisor == 0, torch.nan)
-
-
-def needs_whole_rows(loss: Loss, target: Tensor, weight: Tensor | None, stats: bool) -> bool:
-    """True where the loss of a token needs more than its log-probability and its lse."""
-    return target.is_floating_point() or bool(loss.smoothing) or weight is not None or stats
-
-
-def loss_rows(target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> Rows:
-    """The function of a chunk for cross-entropy: its outputs are the losses, and lse, entropy and the largest class."""
-
-    def of_chunk(
-        z: Tensor, part: slice, factor: Tensor | None, rest: Tensor | None = None
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        of_tokens = loss._replace(options=rows.of_part(loss.options, part))
-        if rest is not None and factor is not None:
-            return rows.losses_in_two(z, rest, target[part], weight, of_tokens, factor, stats), None
-        return rows.losses(z, target[part], weight, of_tokens, factor, stats)
-
-    return of_chunk
-
-
-def loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) -> Tensor:
-    """The loss of each token from its log-probability and its lse."""
-    logprob, _, lse = found
-    counts, y = counted(target, loss), -logprob
-    if loss.z_loss:
-        # An ignored token may hold NaN, and the derivative of its square would be 0 · NaN.
-        lse = lse.where(counts & (logprob == logprob), 0.0)
-        y = y + loss.z_loss * lse * lse
-    return y.where(counts, 0.0)

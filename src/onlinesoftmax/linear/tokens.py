@@ -77,8 +77,7 @@ def run(
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
     wide = accumulator_of(x.dtype, x.dtype)
-    # One product is rounded once by itself; in float16 a sum over all tokens could be infinite.
-    sum_dtype = weight.dtype if plan.name == "stored" and weight.dtype != torch.float16 else sum_dtype or wide
+    sum_dtype = sum_dtype_of(plan, weight.dtype, sum_dtype)
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
     dw = torch.empty(classes, hidden, dtype=sum_dtype, device=x.device) if of_weight else None
     db = torch.zeros(classes, dtype=wide, device=x.device) if of_bias else None
@@ -95,20 +94,41 @@ def run(
             total = torch.empty(len(dz), hidden, dtype=wide, device=x.device)
             add_input_gradient(total, dz, weight, True)
             finish = sharing.summed(total, dx[part])
-        if dw is not None:
-            # The gradient of a skipped token is 0, but its input may be NaN.  The gradient of the input comes last, so
-            # its memory can hold the input until then.
-            free = None if dx is None or sharing is not None else dx[part]
-            valid = zeroed(x[part], None if skipped is None else skipped[part], free)
-            add_weight_gradient(dw, dz, valid, first == 0)
-        if dx is not None and sharing is None:
-            input_gradient(dz, weight, dx[part])
-        if db is not None:
-            db += dz.sum(0, dtype=wide)
+        of_part = Gradients(None if dx is None or sharing is not None else dx[part], dw, db)
+        add_gradients(of_part, dz, x[part], weight, None if skipped is None else skipped[part], first == 0)
     finish()
     if not found:
         return rows(memory, slice(0, 0), factor)[0], Gradients(dx, None if dw is None else dw.zero_(), db)
     return tuple(torch.cat(parts) for parts in zip(*found, strict=True)), Gradients(dx, dw, db)
+
+
+def sum_dtype_of(plan: LinearPlan | None, dtype: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
+    """Dtype in which the gradient of a weight of some dtype is added up; `asked` is as `sum_dtype` of Work."""
+    # One product is rounded once by itself; in float16 a sum over all tokens could be infinite.
+    once = plan is not None and plan.name == "stored" and dtype != torch.float16
+    return dtype if once else asked or accumulator_of(dtype, dtype)
+
+
+def add_gradients(
+    sums: Gradients, dz: Tensor, x: Tensor, weight: Tensor, skipped: Tensor | None, first: bool
+) -> None:  # fmt: skip
+    """Add the gradients of a chunk of tokens to those of weight and bias, and write that of its input.
+
+    Args:
+        sums: The gradient of the chunk's input, and the sums of all chunks.
+        dz: Gradient of the logits of the chunk.
+        x, weight: Its input, and the weight.
+        skipped: True for its tokens that count for nothing; None where all count.
+        first: True for the first chunk, which writes the gradient of the weight.
+    """
+    if sums.weight is not None:
+        # The gradient of a skipped token is 0, but its input may be NaN.  The gradient of the input comes last, so its
+        # memory can hold the input until then.
+        add_weight_gradient(sums.weight, dz, zeroed(x, skipped, sums.input), first)
+    if sums.input is not None:
+        input_gradient(dz, weight, sums.input)
+    if sums.bias is not None:
+        sums.bias.add_(dz.sum(0, dtype=sums.bias.dtype))
 
 
 def _run_in_two(

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from ...core.call import LossStatistics, Settings, TokenLogprobs
 from ...linear import run
 from ...linear.arguments import autocast_dtype, check_head, check_per_token, check_tensors, is_autocast
+from ...linear.formulas import divided, with_divisor
 from ...ops.cross_entropy.arguments import checked_numbers
 from ...torch.arguments import TORCH, check_dtype, check_weight
 from ...torch.formulas import accumulator_of
@@ -104,10 +105,10 @@ def _over_tokens(
     if reduction == "mean":
         count = factor.new_full((), factor.numel()) if soft else count_of(flat, weight, loss, wide)
         count = team.over_tokens(count)
-    factor, divisor = run.with_divisor(factor, count, autocast_dtype(x))
+    factor, divisor = with_divisor(factor, count, autocast_dtype(x))
     found = run.cross_entropy(here.tensors, ("sum", *index, scale, softcap), weight, factor, wide, *given)
     y, *stats = found if isinstance(found, tuple) else (found,)
-    y = run.divided(team.over_tokens(y), divisor)
+    y = divided(team.over_tokens(y), divisor)
     y = y if count is None else y.masked_fill(count == 0, torch.nan)
     y = y.to(dtype or (wide if is_autocast(x) else x.dtype))
     return (y, *stats) if stats else y

@@ -12,6 +12,7 @@ import torch
 from ...core.call import Settings
 from ...core.options import PLAIN
 from ...linear import rows, run
+from ...linear.formulas import LossCall, divided, needs_whole_rows, with_divisor
 from ...linear.tokens import Rows
 from ...torch.loss_arguments import count_of
 from ..collective_eager import NUMBERS, general_way
@@ -37,17 +38,17 @@ def cross_entropy(
     weight = weight_of_mean(head.input, head.target, weight, loss, team.token_groups)
     mean = loss.reduction == "mean"
     count = team.over_tokens(count_of(head.target, weight, loss, call.factor.dtype)) if mean else None
-    factor, divisor = run.with_divisor(call.factor, count, head.input.dtype)
-    of_chunk, whole_rows = _loss_rows(call, weight, team), run.needs_whole_rows(loss, head.target, weight, False)
+    factor, divisor = with_divisor(call.factor, count, head.input.dtype)
+    of_chunk, whole_rows = _loss_rows(call, weight, team), needs_whole_rows(loss, head.target, weight, False)
     y = run.losses(call._replace(factor=factor), weight, of_chunk, whole_rows, team.sharing)[0]
     if loss.reduction == "none":
         return y.reshape(head.shape).to(dtype)
-    y = run.divided(team.over_tokens(y), divisor)
+    y = divided(team.over_tokens(y), divisor)
     y = y if count is None else y.masked_fill(count == 0, torch.nan)
     return y.to(dtype)
 
 
-def _loss_rows(call: run.LossCall, weight: Tensor | None, team: Team) -> Rows:
+def _loss_rows(call: LossCall, weight: Tensor | None, team: Team) -> Rows:
     """The function of a chunk that exchanges the states of its tokens, and gives losses and gradient."""
     target, dtype, options = call.head.target, call.factor.dtype, call.loss.options or PLAIN
     settings = Settings(1, dtype, choice=rows.CHOICE)
