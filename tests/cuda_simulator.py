@@ -112,16 +112,20 @@ REPLACED = {
         "inline uint64 look_shared(const uint64* from)": "{ return look(from); }",
     },
     "weights": {
-        "inline float log_of_sum(float y)": "{ return log(y); }",
+        "inline float log_of_two(float y)": "{ return logf(y) * 1.44269504f; }",
         # The result is wrong by one unit in the last place.
         "inline float rough_reciprocal(float x)": "{ return __uint_as_float(__float_as_uint(1 / x) ^ (1 / x > 0)); }",
     },
     "lanes": {"inline unsigned first_of_addresses()": "{ return first_expert(); }"},
     "choices": {
-        "inline float smallest_or_nan(float x, float y)": "{ return x != x || y != y ? x + y : x < y ? x : y; }"
+        "inline float smallest_or_nan(float x, float y)": "{ return x != x || y != y ? x + y : x < y ? x : y; }",
+        "inline unsigned word_of_choice(float x)": "{ return x == x ? word_of(x) : ~0u; }",
     },
     "select": {
         "inline unsigned add_above(unsigned rank, unsigned a, unsigned own)": "{ return rank + (a > own); }",
+        "inline float larger_or_smaller(float a, float b, int smaller)": (
+            "{ return smaller ? fmin(a, b) : fmax(a, b); }"
+        ),
         "inline unsigned shift_in_below(unsigned mask, float x, float t)": "{ return mask << 1 | (x < t); }",
     },
     "scores": {
@@ -230,7 +234,7 @@ def _replaced(name: str, package: str = source.__package__) -> str:
         line = text.index("\n", begin)
         end = line if text[begin:line].rstrip().endswith("}") else text.index("\n}", begin) + 2
         text = f"{text[:begin]} {body}{text[end:]}"
-    text = re.sub(r'asm volatile\("" : "\+l"\([\w.]+\)\);', ";", text)
+    text = re.sub(r'asm volatile\("" : "\+[lr]"\([\w.]+\)\);', ";", text)
     assert not re.search(r"\basm\b", text), f"{name}.cuh has inline assembly that REPLACED does not know"
     return text
 

@@ -24,6 +24,7 @@ from simulated_routing import (
     hard_rows,
     logits,
     near,
+    simulated,
     simulated_gradient,
 )
 
@@ -157,6 +158,23 @@ def test_scores_whose_sum_has_no_finite_reciprocal(folder: Path) -> None:
     found = reference.found_at(call, reference.choose(call))
     # A probability is s / sum, so its derivative is s (dp - mean of dp) / sum, with slopes that are the scores.
     near(simulated_gradient(call, found, Gradients(None, sums, None), folder), (sums - sums.mean()).expand(24, 8) / 8)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_logits_far_from_0(renormalize: bool, folder: Path) -> None:
+    """Terms are powers of 2, of logits whose products with log2(e) may be infinite."""
+    x = logits(6, 64)
+    for offset in (300.7, -1e6, 2.0**30, 3e38, -3e38):
+        call = a_call(torch.cat([x + offset, x.clamp(-1, 0) * 1e37 + offset]), 6, renormalize=renormalize)
+        got, want = simulated(call, folder, 2), reference.found_at(call, reference.choose(call))
+        assert torch.equal(got.indices, want.indices)
+        exact = call.x.double()
+        near(got.lse, exact.logsumexp(1), 2e-7)
+        assert got.prob_sums is not None
+        near(got.prob_sums, exact.softmax(1).sum(0, keepdim=True))
+        weights = exact.gather(1, got.indices.long())
+        # Without renormalisation, a weight is exp(x - lse), in which lse is rounded.
+        near(got.weights, weights.softmax(1) if renormalize else want.weights)
 
 
 def test_the_largest_logit_may_be_in_a_group_that_is_left_out(folder: Path) -> None:

@@ -88,5 +88,6 @@ __device__ inline Of of_token(const float (&z)[ITEMS], unsigned items, Board& bo
     return token;
 }
 
-// The order of keys as that of whole numbers: NaN comes first, and 0 equals -0.
-__device__ inline unsigned word_of_choice(float x) { return x == x ? word_of(x) : ~0u; }
+// The order of keys as that of whole numbers: NaN comes first, and 0 equals -0.  word_of adds 0, and a sum that is NaN has the
+// bits 0x7fffffff on a GPU.
+__device__ inline unsigned word_of_choice(float x) { return word_of(x); }

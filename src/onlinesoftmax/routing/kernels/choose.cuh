@@ -11,28 +11,26 @@ struct alignas(16) FourKeys {
     unsigned of[4];
 };
 
-// Writes the first K keys of a packed list of `count` experts to the places of their ranks.  It reads four at a time.
-template <class WordOf>
-__device__ inline void rank_list(const TeamMemory& memory, int count, const WordOf& word_of_expert) {
+// Writes the first K of a packed list of `count` experts to the places of their ranks.  It reads four keys at a time.
+template <class By>
+__device__ inline void rank_list(const TeamMemory& memory, int count, const By& by_what) {
     constexpr bool ONCE = AT_ONCE_KEYS >= CAPACITY;
     unsigned* const keys = reinterpret_cast<unsigned*>(memory.list);
     const unsigned* const experts = keys + CAPACITY;
     const int lane = threadIdx.x % TEAM, end = ONCE ? CAPACITY : (count + 3) / 4 * 4;
-    const auto write = [&](int rank, unsigned key, int expert) {
-        if (rank < K) memory.chosen[rank] = list_key(HAS_PLACE ? word_of_short(key) : key, expert);
-    };
+    const auto key_of = [&](float by, int expert) { return short_key(word_of_choice(by), expert); };
+    Choice choice[EACH];
     unsigned own[EACH], rank[EACH];
-    int expert[EACH];
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
         const int j = lane + i * TEAM;
-        expert[i] = j < count ? int(experts[j]) : 0, rank[i] = 0;
+        choice[i].expert = j < count ? int(experts[j]) : 0, rank[i] = 0;
     }
     // Without a branch: the lane waits once for all its logits.  The key 0 is below all others.
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {
-        const unsigned key = short_key(word_of_expert(expert[i]), expert[i]);
-        own[i] = lane + i * TEAM < count ? key : 0;
+        choice[i].by = by_what(choice[i].expert);
+        own[i] = lane + i * TEAM < count ? key_of(choice[i].by, choice[i].expert) : 0;
     }
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
@@ -42,26 +40,27 @@ __device__ inline void rank_list(const TeamMemory& memory, int count, const Word
         fast = false;
 #pragma unroll 1
         for (int j = lane + AT_ONCE_KEYS; j < end; j += TEAM)
-            keys[j] = j < count ? short_key(word_of_expert(int(experts[j])), experts[j]) : 0;
+            keys[j] = j < count ? key_of(by_what(int(experts[j])), experts[j]) : 0;
     }
     sync_team();
     if (fast) {
 #pragma unroll (ONCE ? CAPACITY / 4 : 1)
         for (int j = 0; j < end; j += 4) {
+            if (ONCE && j == 3 * LENGTH / 2 && all_teams(count <= j)) break;   // a short list is rarely longer
             const FourKeys four = reinterpret_cast<const FourKeys&>(keys[j]);
 #pragma unroll
             for (int i = 0; i < 4 * EACH; ++i) rank[i / 4] = add_above(rank[i / 4], four.of[i % 4], own[i / 4]);
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (own[i]) write(int(rank[i]), own[i], expert[i]);
+            if (own[i] && rank[i] < K) memory.chosen[rank[i]] = choice[i];
         sync_team();
         if (HAS_PLACE) return;
         // Equal keys have equal ranks, and so one place, to which CUDA lets one of the lanes write: there is another expert
         // than the lane's own.  (racecheck reports these writes of equal keys as a hazard.)
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (own[i] && rank[i] < K && expert_of_key(memory.chosen[rank[i]]) != expert[i]) fast = false;
+            if (own[i] && rank[i] < K && memory.chosen[rank[i]].expert != choice[i].expert) fast = false;
         if (!any_lane(!fast)) return;
     }
 #pragma unroll 1
@@ -71,7 +70,7 @@ __device__ inline void rank_list(const TeamMemory& memory, int count, const Word
         int before = 0;
 #pragma unroll 1
         for (int j = 0; j < count; ++j) before += keys[j] > key || (keys[j] == key && int(experts[j]) < of_key);
-        write(before, key, of_key);
+        if (before < K) memory.chosen[before] = {by_what(of_key), of_key};
     }
     sync_team();
 }
@@ -95,7 +94,7 @@ __device__ inline void rank_words(const TeamMemory& memory, int count) {
         }
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
-            if (own[i] && rank[i] < K) memory.chosen[rank[i]] = own[i];
+            if (own[i] && rank[i] < K) memory.chosen[rank[i]] = choice_of_key(own[i]);
     }
     sync_team();
 }
@@ -134,16 +133,16 @@ template <bool NEAR> __device__ inline bool hits_of(
     return true;
 }
 
-// The K chosen experts of a token, as keys of the list.
+// Puts the K chosen experts of a token into the team's memory: `chosen` of a short list, and the first keys of a long one.
 //
 // z: logits of the lane's items; `largest` becomes the largest one if the list is short and keys are logits.
-__device__ inline const uint64* choose(
+__device__ inline void choose(
     const Route& p, const X* row, float (&z)[ITEMS], unsigned items, const Of& token, const TeamMemory& memory,
     Board& board, float& largest
 ) {
     const int lane = threadIdx.x % TEAM;
     if constexpr (NETWORK)
-        if (choose_by_network(row, z, has_whole_chunks(int(p.experts)), memory, largest)) return memory.chosen;
+        if (choose_by_network(row, z, has_whole_chunks(int(p.experts)), memory, largest)) return;
     unsigned hits = 0;
     int count, at;
     if constexpr (HAS_BIAS || GROUPED) {
@@ -158,8 +157,8 @@ __device__ inline const uint64* choose(
             at = sum_before(__popc(hits), count, board);
         }
     }
-    const auto word_of_expert = [&](int expert) {
-        return word_of_choice(choice_of(wide(row[expert]), HAS_BIAS ? p.bias[expert] : 0, token));
+    const auto by_what = [&](int expert) {
+        return choice_of(wide(row[expert]), HAS_BIAS ? p.bias[expert] : 0, token);
     };
     unsigned* const experts = reinterpret_cast<unsigned*>(memory.list) + CAPACITY;   // of a packed list
 #pragma unroll 1
@@ -170,20 +169,16 @@ __device__ inline const uint64* choose(
     }
     sync_team();
     if constexpr (PACKED) {
-        rank_list(memory, count, word_of_expert);
-        return memory.chosen;
+        rank_list(memory, count, by_what);
+        return;
     }
 #pragma unroll 1
     for (int j = lane; j < count; j += TEAM) {
         const int expert = int(memory.list[j]);
-        memory.list[j] = list_key(word_of_expert(expert), expert);
+        memory.list[j] = list_key(word_of_choice(by_what(expert)), expert);
     }
     if (SHORT && lane == 0 && count % 2) memory.list[count] = 0;   // keys are read in pairs
     sync_team();
-    if constexpr (SHORT) {
-        rank_words(memory, count);
-        return memory.chosen;
-    }
-    sort_list<TEAM>(memory.list, count, CAPACITY, lane, [] { sync_team(); });
-    return memory.list;
+    if constexpr (SHORT) rank_words(memory, count);
+    else sort_list<TEAM>(memory.list, count, CAPACITY, lane, [] { sync_team(); });
 }

@@ -35,11 +35,12 @@ template <class Load> __device__ inline float spread_chosen(
     const RouteGradient& p, const ChosenExperts<Load>& chosen, float lse, float* spread, Board& board
 ) {
     const float scale = __uint_as_float(unsigned(p.scale_bits));
-    float shift = 0, sum = 0, total = 0;
+    Shift shift(0);
+    float sum = 0, total = 0;
     if (OF_CHOSEN) {
         float peak = -INF;
         chosen.each([&](const Chosen& one, int) { peak = one.excluded ? peak : fmax(peak, one.x); });
-        shift = shift_of(fold_team<Maximum>(peak, board));
+        shift = Shift(fold_team<Maximum>(peak, board));
     }
     if (RENORMALIZE) {
         chosen.each([&](const Chosen& one, int) { sum += score_of(one, shift, lse); });
@@ -100,15 +101,19 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
     const float of_sums = HAS_DPROB_SUMS && p.dbalance ? *p.dbalance : 1;
     const float of_lse = HAS_DLSE && p.dz_loss ? *p.dz_loss * *p.z_slope : 0;
     const int tokens = int(p.tokens), step = token_step(int(p.parts));
-    for (int first = first_token(part, int(p.parts)); first < tokens; first += step) {
-        const int place = first + token_of_team();
-        // From the last token on: where the gradient follows soon, the L2 cache still has what route has read last.
-        const int64 token = sequence * tokens + max(tokens - 1 - place, 0);
-        const X* const row = p.x + token * p.stride;
-        const int* const indices = p.indices + token * K;
+    int64 distance = step * p.stride; asm volatile("" : "+l"(distance));   // else it is computed for each token
+    // From the last token on: where the gradient follows soon, the L2 cache still has what route has read last.  A team before
+    // the beginning of its sequence repeats the last token that it had, or the first one of all.
+    int place = tokens - 1 - first_token(part, int(p.parts)) - token_of_team();
+    unsigned token = unsigned(sequence) * tokens + max(place, 0);
+    int64 at = token * p.stride;
+    // The lanes of a warp leave together, as the compiler sees by the vote.
+    for (bool inside = place >= 0; !__all_sync(~0u, !inside);) {
+        const X* const row = p.x + at;
+        const int* const indices = p.indices + uint64(token) * K;
         const auto load = [&](int j) {
             const int expert = indices[j];
-            const float dweight = HAS_DWEIGHTS ? p.dweights[token * K + j] : 0;
+            const float dweight = HAS_DWEIGHTS ? p.dweights[uint64(token) * K + j] : 0;
             return chosen_of(expert < 0 || !HAS_DWEIGHTS ? 0 : wide(row[expert]), expert, p.bias, dweight);
         };
         const float lse = p.lse[token];
@@ -169,7 +174,7 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) z[i] = 0;
         }
-        X* const own = p.dx + token * experts + first_expert();
+        X* const own = p.dx + uint64(token) * experts + first_expert();
         const float* const of_chosen = spread + first_expert();
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c) {
@@ -177,7 +182,7 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
             float out[WIDTH];
 #pragma unroll
             for (int i = 0; i < WIDTH; ++i) out[i] = z[c * WIDTH + i] + (HAS_DWEIGHTS ? more.at[i] : 0);
-            if (place < tokens && (c < CHUNKS - 1 || whole))
+            if (inside && (c < CHUNKS - 1 || whole))
                 store<WIDTH, CachePolicy::NORMAL>(own + distance_of(c * WIDTH), narrow<X, WIDTH>(out), 1);
         }
         if (HAS_DWEIGHTS) {
@@ -186,5 +191,7 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
                 if (one.expert >= 0) spread[one.expert] = 0;
             });
         }
+        place -= step, inside = place >= 0;
+        if (inside) token -= step, at -= distance;
     }
 }

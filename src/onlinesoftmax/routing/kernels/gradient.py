@@ -30,7 +30,7 @@ class Shape(NamedTuple):
     """What a kernel is compiled for.
 
     Attributes:
-        dtype, k, width, team, chunks, threads, resident, score, renormalize: As in source.Shape.
+        dtype, k, width, team, chunks, whole, threads, resident, score, renormalize: As in source.Shape.
         flags: Names of the constants that are true among FLAGS.
     """
 
@@ -39,6 +39,7 @@ class Shape(NamedTuple):
     width: int
     team: int
     chunks: int
+    whole: bool
     threads: int
     resident: int
     score: Score
@@ -75,7 +76,8 @@ def shape_of(rule: Rule, dtype: str, width: int, flags: frozenset[str]) -> Shape
     heavy = not plain or (sums and chunks * width > MOST_ITEMS // 2)
     threads = THREADS if team <= 32 else team
     resident = max((3 if heavy else 4) * THREADS // threads, 1)
-    return Shape(dtype, rule.k, width, team, chunks, threads, resident, rule.score, rule.renormalize, flags)
+    whole = rule.experts == team * chunks * width
+    return Shape(dtype, rule.k, width, team, chunks, whole, threads, resident, rule.score, rule.renormalize, flags)
 
 
 @cache
@@ -88,7 +90,8 @@ def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers: dict[str, bool | int] = {
         "WIDTH": shape.width, "TEAM": shape.team, "CHUNKS": shape.chunks, "THREADS": shape.threads,
-        "RESIDENT": shape.resident, "K": shape.k, **{name: name in shape.flags for name in FLAGS},
+        "RESIDENT": shape.resident, "WHOLE": shape.whole, "K": shape.k,
+        **{name: name in shape.flags for name in FLAGS},
     }  # fmt: skip
     return constants_of_weights(shape.score, shape.renormalize, shape.dtype, numbers)
 

@@ -27,8 +27,8 @@ __device__ inline unsigned first_of_addresses() {
     unsigned first = unsigned(first_expert()); asm("" : "+r"(first)); return first;
 }
 
-// A bit for each item of the lane that is an expert: only the last chunk may lie behind the row's end.
-__device__ inline bool has_whole_chunks(int experts) { return expert_of(ITEMS - WIDTH) < experts; }
+// A bit for each item of the lane that is an expert: only the last chunk may lie behind the row's end, and not with WHOLE.
+__device__ inline bool has_whole_chunks(int experts) { return WHOLE || expert_of(ITEMS - WIDTH) < experts; }
 __device__ inline unsigned own_items(int experts) {
     return (~0u >> (32 - ITEMS)) >> (has_whole_chunks(experts) ? 0 : WIDTH);
 }

@@ -74,7 +74,7 @@ __device__ inline void sort_keys(const float (&z)[ITEMS], bool whole, float (&li
     if (K < SORTED) next = list[K % SORTED];
 }
 
-// Writes the K chosen experts of a token as keys of its memory.  Returns false, and writes nothing, if keys do not decide
+// Writes the K chosen experts of a token to the team's memory.  Returns false, and writes nothing, if keys do not decide
 // the choice for every token of the warp.
 // `largest` becomes the largest logit.
 __device__ inline bool choose_by_network(
@@ -109,7 +109,7 @@ __device__ inline bool choose_by_network(
 #pragma unroll
         for (int i = 1; i < TEAM && first + i < K; ++i) key = lane == i ? list[first + i] : key;
         const int expert = expert_of_short_key(key);
-        if (first + lane < K) memory.chosen[first + lane] = list_key(word_of_choice(wide(row[expert])), expert);
+        if (first + lane < K) memory.chosen[first + lane] = {wide(row[expert]), expert};
     }
     sync_team();
     return true;

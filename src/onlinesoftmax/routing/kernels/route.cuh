@@ -9,18 +9,17 @@
 //
 // `sum` is the sum of the lane's terms, and becomes that of all.
 __device__ inline bool write_token(
-    const Route& p, int64 token, bool inside, bool valid, const X* row, const uint64* keys, float m, float& sum,
-    float& lse, int* counts, Board& board
+    const Route& p, unsigned token, bool inside, bool valid, const X* row, const TeamMemory& memory, const Shift& of_all,
+    float& sum, float& lse, int* counts, Board& board
 ) {
     const float scale = __uint_as_float(unsigned(p.scale_bits));
     const auto load = [&](int j) {
         if (REPLAY) {
-            const int given = p.given[token * K + j], expert = given >= 0 && given < int(p.experts) ? given : -1;
+            const int given = p.given[uint64(token) * K + j], expert = given >= 0 && given < int(p.experts) ? given : -1;
             return chosen_of(expert < 0 ? 0 : wide(row[expert]), expert, p.bias);
         }
-        const uint64 key = keys[j];
-        const int expert = expert_of_key(key);
-        return chosen_of(HAS_BIAS ? wide(row[expert]) : score_of_word(word_of_key(key)), expert, p.bias);
+        const Choice one = SHORT ? memory.chosen[j] : choice_of_key(memory.list[j]);
+        return chosen_of(HAS_BIAS ? wide(row[one.expert]) : one.by, one.expert, p.bias);
     };
     const ChosenExperts<decltype(load)> chosen(load);
     if (REPLAY) {
@@ -29,32 +28,34 @@ __device__ inline bool write_token(
         chosen.each([&](const Chosen& one, int) { any = one.expert >= 0 ? 1 : any; });
         valid = fold_team<Maximum>(any, board) > 0 && valid;
     }
-    float shift = m;
+    Shift shift = of_all;
     if (OF_CHOSEN && (REPLAY || HAS_BIAS || GROUPED)) {   // the largest logit may not be chosen
         float peak = -INF;
         chosen.each([&](const Chosen& one, int) { peak = one.excluded ? peak : fmax(peak, one.x); });
-        shift = shift_of(fold_team<Maximum>(peak, board));
+        shift = Shift(fold_team<Maximum>(peak, board));
     }
     // Scores that are divided by their sum need no lse, so that both sums travel between the lanes at the same time.
     float of_chosen = 0;
     if (RENORMALIZE) chosen.each([&](const Chosen& one, int) { of_chosen += score_of(one, shift, 0); });
     sum = fold_team<Sum>(sum, board);
     if (RENORMALIZE) of_chosen = fold_team<Sum>(of_chosen, board);
-    lse = m + log_of_sum(sum);
-    const float divisor = !RENORMALIZE ? 1 : of_chosen != 0 ? of_chosen : INF;   // a sum of 0 gives weights of 0
+    lse = of_all.log_of_sum(sum);
+    // A sum of 0 gives weights of 0.  The sum of softmax is at least about 1, so that its reciprocal is a normal number.
+    const float divisor = !RENORMALIZE ? 1 : of_chosen != 0 ? of_chosen : INF;
+    const float inverse = OF_CHOSEN ? rough_reciprocal(divisor) * scale : scale;
     if (!inside) return false;
-    float* const weights = p.weights + token * K;
-    int* const indices = p.indices + token * K;
     Chunk<float, TOGETHER> some_weights;
     Chunk<int, TOGETHER> some_indices;
     chosen.each([&](const Chosen& one, int j) {
         const int i = j % TOGETHER;
-        some_weights.at[i] = valid && !one.excluded ? score_of(one, shift, lse) / divisor * scale : 0;
+        const uint64 first = uint64(token) * K + (j - i);
+        const float score = score_of(one, shift, lse);
+        some_weights.at[i] = valid && !one.excluded ? (OF_CHOSEN ? score : score / divisor) * inverse : 0;
         some_indices.at[i] = valid ? one.expert : -1;
-        if (COUNTS && valid && one.expert >= 0) atomicAdd(&counts[one.expert], 1);
+        if (COUNTS && valid && (!REPLAY || one.expert >= 0)) atomicAdd(&counts[one.expert], 1);
         if (i < TOGETHER - 1) return;
-        store<TOGETHER, CachePolicy::NORMAL>(weights + j - i, some_weights, 1);
-        store<TOGETHER, CachePolicy::NORMAL>(indices + j - i, some_indices, 1);
+        store<TOGETHER, CachePolicy::NORMAL>(p.weights + first, some_weights, 1);
+        store<TOGETHER, CachePolicy::NORMAL>(p.indices + first, some_indices, 1);
     });
     if (threadIdx.x % TEAM == 0) p.lse[token] = valid ? lse : 0;
     return valid;
@@ -86,10 +87,6 @@ __device__ inline void add_probabilities(
         if (items >> i & 1) sums[i] += z[i] * factor;
 }
 
-// True where the next row of a lane comes into L2 meanwhile, if there are many.  With float32, that takes 0.96 of the time
-// at 2^20 x 128 on an H100, but 1.07 at 2^18 x 256, and 1.03 at 2^18 x 64 by the network.
-constexpr bool PREFETCH = PROB_SUMS || sizeof(X) == 2 || (TEAM * ITEMS * sizeof(X) <= 512 && !NETWORK);
-
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(const __grid_constant__ Route p) {
     extern __shared__ uint4 memory[];
     __shared__ unsigned of_warps[2][WARPS];
@@ -100,8 +97,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
     const unsigned items = own_items(experts);
     int* const counts = reinterpret_cast<int*>(memory);
     uint64* const of_teams = reinterpret_cast<uint64*>(memory + (experts + 3) / 4);
-    TeamMemory own{of_teams + team * p.team_words, nullptr, nullptr, nullptr};
-    own.chosen = own.list + CAPACITY;
+    int place_of_team = team * int(p.team_words); asm volatile("" : "+r"(place_of_team));
+    TeamMemory own{of_teams + place_of_team, nullptr, nullptr, nullptr};
+    own.chosen = reinterpret_cast<Choice*>(own.list + CAPACITY);
     own.values = reinterpret_cast<float*>(own.chosen + (SHORT ? K : 0)), own.scores = own.values + experts;
     float sums[ITEMS], square = 0;   // of the probabilities of the lane's experts, and of lse
 #pragma unroll
@@ -111,22 +109,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
     __syncthreads();
     wait_for_kernel_before();
     let_next_kernel_begin();   // all kernels before this one have ended
-    const int tokens = int(p.tokens), step = token_step(int(p.parts));
-    for (int first = first_token(part, int(p.parts)); first < tokens; first += step) {
-        const int place = first + token_of_team();
-        const int64 token = sequence * tokens + min(place, tokens - 1);
-        const bool inside = place < tokens;
-        const X* const row = p.x + token * p.stride;
+    const int tokens = int(p.tokens), step = token_step(int(p.parts)), begin = first_token(part, int(p.parts));
+    int64 distance = step * p.stride; asm volatile("" : "+l"(distance));   // else it is computed for each token
+    // The next row of a lane comes into L2 meanwhile: on an H100, 65536 x 64 took 0.96 of the time.
+    const int line = threadIdx.x % TEAM * (128 / sizeof(X));
+    // A team behind the end of its sequence repeats the last token that it had, or the last one of all.
+    int place = begin + token_of_team();
+    int64 at = (sequence * tokens + min(place, tokens - 1)) * p.stride;
+    // The lanes of a warp leave together, as the compiler sees by the vote.
+    for (bool inside = place < tokens; !__all_sync(~0u, !inside);) {
+        const bool inside_next = place + step < tokens;
+        const unsigned token = unsigned(sequence) * tokens + min(place, tokens - 1);
+        const X* const row = p.x + at;
         float z[ITEMS], m = -INF, sum = 0, lse;
         load_row(z, row, experts, -INF);
-        constexpr int LINE = 128 / sizeof(X);   // for each lane
-        if (PREFETCH && tokens > 3 * step && place + step < tokens && int(threadIdx.x) % TEAM * LINE < experts)
-            prefetch(row + step * p.stride + threadIdx.x % TEAM * LINE);
+        if (inside_next && line < experts) prefetch(row + distance + line);
         bool valid = inside && (!MASKED || p.mask[token]);
-        const uint64* chosen = nullptr;
         if (!REPLAY) {
             const Of of = of_token(z, items, board);
-            chosen = choose(p, row, z, items, of, own, board, m);
+            choose(p, row, z, items, of, own, board, m);
         }
         if (REPLAY || HAS_BIAS || GROUPED || !SHORT) {
             m = z[0];
@@ -134,18 +135,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
             for (int i = 1; i < ITEMS; ++i) m = fmax(m, z[i]);
             m = fold_team<Maximum>(m, board);
         }
-        m = shift_of(m);
+        const Shift shift(m);
 #pragma unroll
         for (int i = 0; i < ITEMS; ++i) {
-            const float term = term_of(z[i], m);
+            const float term = shift.term(z[i]);
             sum += term;
             if (SCORE == Score::SOFTMAX) z[i] = term;
             else if (PROB_SUMS) z[i] = z[i] == -INF ? 0 : score(z[i]);
         }
-        valid = write_token(p, token, inside, valid, row, chosen, m, sum, lse, counts, board);
+        valid = write_token(p, token, inside, valid, row, own, shift, sum, lse, counts, board);
         if (LOSSES && valid) square = fma(lse, lse, square);
         if (PROB_SUMS) add_probabilities(z, sum, items, sums, valid, row, board);
         sync_team();   // before the list is overwritten
+        place += step, inside = inside_next;
+        if (inside) at += distance;
     }
     if (COUNTS || PROB_SUMS) write_sums(p, sequence, sums, square, counts, reinterpret_cast<float*>(of_teams));
 }

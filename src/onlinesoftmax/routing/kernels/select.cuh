@@ -17,12 +17,18 @@ struct Route {
     int64 scale_bits, unit_bits;       // float32 numbers
 };
 
-// The memory of a team: its list, then its k keys if the list is short, then what groups of experts need.
+// A chosen expert and the number by which it was chosen: its logit, without a bias.
+struct alignas(8) Choice {
+    float by;
+    int expert;
+};
+
+// The memory of a team: its list, then its k choices if the list is short, then what groups of experts need.
 //
 // A list has 64-bit words; a packed one (choose.cuh) has CAPACITY keys of 32 bits, then their experts.
 struct TeamMemory {
     uint64* list;
-    uint64* chosen;
+    Choice* chosen;
     float* values;
     float* scores;
 };
@@ -34,15 +40,15 @@ __device__ inline uint64 list_key(unsigned word, int expert) {
     return uint64(word) << EXPERT_BITS | (LAST_EXPERT - expert);
 }
 __device__ inline int expert_of_key(uint64 key) { return int(LAST_EXPERT - (unsigned(key) & LAST_EXPERT)); }
-__device__ inline unsigned word_of_key(uint64 key) { return unsigned(key >> EXPERT_BITS); }
+__device__ inline Choice choice_of_key(uint64 key) {
+    return {score_of_word(unsigned(key >> EXPERT_BITS)), expert_of_key(key)};
+}
 
 // In a packed list, keys of 32 bits: of 16-bit logits, which differ in the high bits, with the expert in the low ones.
 constexpr bool HAS_PLACE = sizeof(X) == 2 && !HAS_BIAS;
 __device__ inline unsigned short_key(unsigned word, int expert) {
     return HAS_PLACE ? (word & ~LAST_EXPERT) | (LAST_EXPERT - expert) : word;
 }
-
-__device__ inline unsigned word_of_short(unsigned key) { return key >> 31 ? key & ~LAST_EXPERT : key | LAST_EXPERT; }
 
 // rank + (a > own).
 __device__ inline unsigned add_above(unsigned rank, unsigned a, unsigned own) {
@@ -53,6 +59,14 @@ __device__ inline unsigned add_above(unsigned rank, unsigned a, unsigned own) {
 // mask * 2 + (x < t), for t > -inf but 0; a NaN is not below t.  The sign of x - t is right, but -0 - 0 is -0.
 __device__ inline unsigned shift_in_below(unsigned mask, float x, float t) {
     return __funnelshift_r(__float_as_uint(x - t), mask, 31);
+}
+
+// The larger number, or the smaller one where `smaller` is not 0, in two instructions; for a selection the compiler has three.
+__device__ inline float larger_or_smaller(float a, float b, int smaller) {
+    float x = fmax(a, b);
+    asm("{\n\t.reg .pred p;\n\tsetp.ne.s32 p, %3, 0;\n\t@p min.f32 %0, %1, %2;\n\t}"
+        : "+f"(x) : "f"(a), "f"(b), "r"(smaller));
+    return x;
 }
 
 // Puts the larger of two numbers first.
@@ -93,8 +107,7 @@ __device__ inline void sort_bitonic(float (&heads)[HEADS], int lanes) {
     for (int step = lanes / 2; step; step /= 2)
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
-            const float other = across(heads[i], step);
-            heads[i] = threadIdx.x & step ? fmin(heads[i], other) : fmax(heads[i], other);
+            heads[i] = larger_or_smaller(heads[i], across(heads[i], step), int(threadIdx.x) & step);
         }
 #pragma unroll
     for (int step = HELD / 2; step; step /= 2)
@@ -118,7 +131,7 @@ template <int COUNT, class Use> __device__ inline void with_mirrored(float (&hea
 __device__ inline float threshold_of_lists(float (&heads)[HEADS]) {
     const auto larger = [](float a, float b) { return fmax(a, b); };
     const auto ordered = [](int bit) {
-        return [bit](float a, float b) { return threadIdx.x & bit ? fmin(a, b) : fmax(a, b); };
+        return [bit](float a, float b) { return larger_or_smaller(a, b, int(threadIdx.x) & bit); };
     };
     if (LENGTH > TEAM * HEADS) return -INF;
     if (TEAM == 1) return heads[K <= HEADS ? K - 1 : 0];
@@ -196,7 +209,6 @@ template <bool NEAR = false> __device__ inline unsigned items_by_maxima(
     const float (&keys)[ITEMS], unsigned items, Board& board, float& largest
 ) {
     float t = threshold_of(keys, board, largest);
-    if (!(t > -INF)) return items;
     if (NEAR) t -= error_of_key(t);
     if (t == 0) t = -1e-45f;   // shift_in_below takes no 0; no float32 number lies between
     unsigned below = 0;

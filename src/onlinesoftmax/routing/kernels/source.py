@@ -83,6 +83,7 @@ class Shape(NamedTuple):
         resident: Blocks of a multiprocessor that its registers suffice for.
         capacity: Keys of a team's list.
         heads: Maxima of a lane that give the threshold of the list; 0 where bits give it.
+        whole: True where the lanes have no more logits than there are experts.
         group_lanes: Lanes of whose loads each has one group of experts; 0 where groups go through shared memory.
         score, selection: Scores of the weights and of the choice.
         renormalize: As in Rule.
@@ -98,6 +99,7 @@ class Shape(NamedTuple):
     resident: int
     capacity: int
     heads: int
+    whole: bool
     group_lanes: int
     score: Score
     selection: Score
@@ -204,13 +206,14 @@ def shape_of(
     group_lanes = group_lanes_of(rule, width, team, chunks) if "GROUPED" in flags else 0
     most = 1 << (experts - 1).bit_length()
     capacity = min(max(16, 1 << (2 * k - 1).bit_length()), max(most, 4))
-    many = many_threads(k, width, team, chunks, flags)
+    whole = experts == team * chunks * width
+    many = many_threads(k, width, team, chunks, whole, flags)
     threads = team if team > 32 else THREADS if team * count <= room else many
     while threads % max(team, 32) == 0:
         resident = max(many // threads, 1)
         shape = Shape(
-            dtype, k, width, team, chunks, threads, resident, capacity, heads, group_lanes, rule.score,
-            rule.selection, rule.renormalize, flags,
+            dtype, k, width, team, chunks, threads, resident, capacity, heads, whole, group_lanes,
+            rule.score, rule.selection, rule.renormalize, flags,
         )  # fmt: skip
         if dynamic_bytes(shape, rule) + 1024 <= device.shared_memory:
             return shape
@@ -218,7 +221,7 @@ def shape_of(
     return None
 
 
-def many_threads(k: int, width: int, team: int, chunks: int, flags: frozenset[str]) -> int:
+def many_threads(k: int, width: int, team: int, chunks: int, whole: bool, flags: frozenset[str]) -> int:
     """Threads of a multiprocessor that registers suffice for; the arguments are as in Shape."""
     items, plain = chunks * width, flags.isdisjoint({"HAS_BIAS", "GROUPED"})
     # A thread holds sums of probabilities too, or ranks many keys.
@@ -228,10 +231,11 @@ def many_threads(k: int, width: int, team: int, chunks: int, flags: frozenset[st
         # 65536 x 256 in 8 groups took 0.91 of the time with more threads on an H100, and 2^20 x 128 0.97, with 768 of
         # them; 16-bit logits need more registers.
         return 512 if width > 4 else MANY_THREADS if plain and team == 8 else 640
-    # With more threads on an H100, 65536 x 384 took 0.97 of the time, in bfloat16 0.95, and x 128 0.95 and 0.91; but
-    # x 256, with 32 logits a lane, took 1.02 and 1.05.
-    fewer = items <= MOST_ITEMS * 3 // 4 and (width > 4 or team >= 8)
-    return 896 if plain and (fewer or (width > 4 and team == 4)) else MANY_THREADS
+    # With more threads on an H100, 65536 x 256 took 0.99 of the time, in bfloat16 0.93, and 2^20 x 8 0.92; but x 64,
+    # where two lanes sort by a network, took 1.11 and 1.03.
+    if plain and (team >= 8 or (width > 4 and team == 4 and whole)):
+        return 896
+    return 1024 if plain and team == 1 and items <= 8 else MANY_THREADS
 
 
 def parts_of(shape: Shape, tokens: int, sequences: int, device: Device) -> int:
@@ -326,7 +330,7 @@ def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers: dict[str, bool | int] = {
         "WIDTH": shape.width, "TEAM": shape.team, "CHUNKS": shape.chunks, "THREADS": shape.threads,
-        "RESIDENT": shape.resident, "CAPACITY": shape.capacity, "SHORT": shape.heads > 0,
+        "RESIDENT": shape.resident, "CAPACITY": shape.capacity, "SHORT": shape.heads > 0, "WHOLE": shape.whole,
         "HEADS": max(shape.heads, 1), "GROUP_LANES": shape.group_lanes, "K": shape.k,
         **{name: name in shape.flags for name in FLAGS},
     }  # fmt: skip

@@ -66,21 +66,33 @@ __device__ inline float score(float x) {
     return x < -15 ? exp(x * 0.5f) : sqrt((x < 0 ? 0 : x) + log1p(t));
 }
 
-// The nearest finite number; NaN becomes the least.
-__device__ inline float shift_of(float m) { return fmin(fmax(m, -LARGEST_FLOAT32), LARGEST_FLOAT32); }
+// log2(y) with an absolute error below 2^-22.6 up to 2, and a relative one below 2^-22 above; for normal numbers, 0 and NaN.
+__device__ inline float log_of_two(float y) { float z; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(y)); return z; }
 
-// exp(x - m) for the shift m.
+// exp(x - m), for a finite m.
 __device__ inline float term_of(float x, float m) { return power_of_two((x - m) * float(LOG2_E)); }
 
-// The score of a chosen expert: with OF_CHOSEN, in units of exp(shift).
-__device__ inline float score_of(const Chosen& one, float shift, float lse) {
+// The shift of the logits of a token by the largest one, m: a term is exp(x - m) in one instruction before the power.  As in
+// state.cuh, the amount is rounded, and from 2^30 on the base is 2, for terms are 1 or nearly 0 there.
+struct Shift {
+    float m, factor, amount;
+
+    // A NaN becomes the least number.
+    __device__ explicit inline Shift(float largest) : m(fmin(fmax(largest, -LARGEST_FLOAT32), LARGEST_FLOAT32)) {
+        factor = fabs(m) < 0x1p30f ? float(LOG2_E) : 1;
+        amount = __fmul_rn(m, factor);
+    }
+    __device__ inline float term(float x) const { return power_of_two(fma(x, factor, -amount)); }
+
+    // The logarithm of a sum of exponentials, of the sum of their terms.
+    __device__ inline float log_of_sum(float sum) const {
+        return m + (log_of_two(sum) + fma(-m, factor, amount)) * float(LOG_2);
+    }
+};
+
+// The score of a chosen expert: with OF_CHOSEN, in units of exp(shift.m).
+__device__ inline float score_of(const Chosen& one, const Shift& shift, float lse) {
     if (one.excluded) return 0;
     if (SCORE != Score::SOFTMAX) return score(one.x);
-    return OF_CHOSEN ? term_of(one.x, shift) : exp(one.x - lse);
-}
-
-// The logarithm of a number from 1 on, of 0 or of NaN.  Its absolute error is below 2e-7 up to 2, and its relative error below
-// 4e-7 above: of the instruction 2^-22.6 and 2^-22, and of the product two roundings.
-__device__ inline float log_of_sum(float y) {
-    float z; asm("lg2.approx.f32 %0, %1;" : "=f"(z) : "f"(y)); return z * float(LOG_2);
+    return OF_CHOSEN ? shift.term(one.x) : exp(one.x - lse);
 }

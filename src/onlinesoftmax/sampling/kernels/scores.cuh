@@ -46,7 +46,7 @@ __device__ inline uint64 mass_of(float z, float rate) { return __float2ull_rn(ra
 // Float32 numbers in the order of integers.
 __device__ inline unsigned word_of(float x) {
     const int bits = __float_as_int(x + 0.0f);   // -0 becomes 0
-    return unsigned(bits ^ (bits >> 31 & 0x7fffffff)) ^ 0x80000000u;
+    return unsigned(bits) ^ (unsigned(bits >> 31) | 0x80000000u);
 }
 __device__ inline float score_of_word(unsigned word) {
     const int bits = int(word ^ 0x80000000u);
