@@ -106,7 +106,9 @@ def test_everything_ignored_is_nan_without_a_gradient() -> None:
     assert all((g == 0).all() for g in torch.autograd.grad(y, [x, w, b]))
 
 
-@pytest.mark.parametrize(("count", "classes"), [(0, 1), (0, 7), (1, 1), (1, 7), (7, 1), (7, 7), (2, 50257)])
+@pytest.mark.parametrize(
+    ("count", "classes"), [(0, 1), (0, 7), (1, 1), (1, 7), (7, 1), (7, 7), (2, 50257), (1, 151665), (2, 262208)]
+)
 def test_small_sizes(count: int, classes: int) -> None:
     x, w = (torch.randn(n, 3, dtype=torch.float64, device=DEVICE, requires_grad=True) for n in (count, classes))
     target = torch.arange(count, device=DEVICE) * 6101 % classes

@@ -58,8 +58,14 @@ def training(model: Any, block: Any, **arguments: Any) -> list[torch.Tensor]:
 def test_training_makes_no_logits(name: str) -> None:
     model, tokens = model_of(name)
     labels = tokens.where(torch.arange(7, device=DEVICE) != 2, -100)
-    for items in (None, torch.tensor(5, device=DEVICE)):
-        arguments = {"input_ids": tokens, "labels": labels, "num_items_in_batch": items}
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+    for more in (
+        {},
+        {"num_items_in_batch": torch.tensor(5, device=DEVICE)},
+        {"shift_labels": shifted},
+        {"labels": labels[:, -4:].contiguous(), "logits_to_keep": 4},
+    ):
+        arguments = {"input_ids": tokens, "labels": labels, **more}
         mode = osm.override(linear=CLASSES, strict=True, leave=["softmax"])
         found = training(model, mode, **arguments)
         assert mode.report().taken == {"linear_cross_entropy": 1}
