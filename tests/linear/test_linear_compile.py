@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from heads import DEVICE, MEMORY, TOKENS, Tensor, clipped, head, same_with_gradients
+from heads import DEVICE, GPU, MEMORY, TOKENS, Tensor, clipped, head, same_with_gradients
 
 import onlinesoftmax as osm
+from onlinesoftmax.lab.bench.inputs import extra_bytes
 from onlinesoftmax.linear import plans, products
 
 pytestmark = [
@@ -90,6 +91,31 @@ def test_a_token_loss_in_chunks_makes_no_logits_again() -> None:
     assert [code[-1].count(f"onlinesoftmax.{name}(") for name in OF_CHUNK] == [1, 0]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("frozen", [(), (0,), (1,)])
+def test_a_compiled_token_loss_takes_the_memory_of_its_plan(frozen: tuple[int, ...]) -> None:
+    """One chunk of logits exists at a time, beside the gradients, the sum of the weight's, and vectors."""
+    given: dict[str, Any] = {"device": DEVICE, "dtype": torch.bfloat16}
+    x, w = (torch.randn(n, 256, **given).requires_grad_(i not in frozen) for i, n in enumerate((8192, 16000)))
+    target, old = torch.arange(8192, device=DEVICE), torch.zeros(8192, device=DEVICE)
+    memory = 4 * w.numel() + 2 * 1100 * 16000 + 2 * x.numel()
+
+    def loss(x: Tensor, w: Tensor) -> Tensor:
+        return osm.linear_token_loss(x, w, target, clipped, old, old + 1, memory=memory)
+
+    compiled, wanted = torch.compile(loss, fullgraph=True), [t for t in (x, w) if t.requires_grad]
+
+    def call() -> Any:
+        return torch.autograd.grad(compiled(x, w), wanted)
+
+    for a, c in zip(call(), torch.autograd.grad(loss(x, w), wanted), strict=True):
+        torch.testing.assert_close(a, c)
+    extra = extra_bytes(call, torch.device(DEVICE))
+    assert extra is not None
+    assert extra <= memory + 64 * 8 * 8192 + (8 << 20)
+
+
 def test_a_compiled_token_loss_reads_no_parameter() -> None:
     x, w, _, target = head()
     parameter = torch.ones((), dtype=torch.float64, device=DEVICE, requires_grad=True)
@@ -118,7 +144,7 @@ def test_kept_logits_have_the_strides_that_a_trace_knows(monkeypatch: pytest.Mon
     """On a GPU, rows of logits begin at multiples of 128 bytes where classes do not fill 16."""
     monkeypatch.setattr(products, "has_fast_sizes", lambda t: True)
     x, w, target = torch.randn(3, 4, device=DEVICE), torch.randn(1029, 4, device=DEVICE), torch.arange(3, device=DEVICE)
-    arguments = x, w, None, target, None, 1.0, None, None, False, False, False, True
+    arguments = x, w, None, target, None, 1.0, None, None, False, False, False, True, None
     assert torch.ops.onlinesoftmax.linear_token_logprobs(*arguments)[3].stride() == (1056, 1)
     torch.library.opcheck(torch.ops.onlinesoftmax.linear_token_logprobs.default, arguments)
 
@@ -206,7 +232,7 @@ def test_opcheck(form: str) -> None:
         # A frozen input needs a copy without NaN beside the logits.
         given = (x.detach(), w) if form == "kept" else (x, w.detach())
         wanted = [t.requires_grad for t in (*given, b)]
-        arguments = (*given, b, target, scale, *options[:3], *wanted, form == "kept")
+        arguments = (*given, b, target, scale, *options[:3], *wanted, form == "kept", None)
     else:
         operator = ops.linear_cross_entropy.default
         weight, factor = (torch.ones(40, device=DEVICE), None) if form == "each" else (None, ones)

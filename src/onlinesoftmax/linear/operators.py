@@ -1,6 +1,7 @@
 """The head as custom operators of PyTorch: opaque to torch.compile, with fake implementations and gradients.
 
-    linear_token_logprobs            the statistics of each token, lse in float64, and all logits where they are kept
+    linear_token_logprobs            the statistics of each token, lse in float64, and all logits where they are kept;
+                                     `after` is not read: a compiler computes it before the logits exist
     linear_token_logprobs_backward   gradients of input, weight and bias from those of the statistics
     linear_cross_entropy             the losses; with a factor of each loss also the gradients of their sum
     linear_gradients                 gradients of a chunk of tokens from those of the statistics, in place of the logits
@@ -74,7 +75,7 @@ def _given(tensors: Sequence[Tensor | None], x: Tensor) -> Tensors:
 
 
 def _statistics(*arguments: Any) -> Tensors:
-    x, weight, bias, target, scale, number, softcap, memory, *wanted, keeps = arguments
+    x, weight, bias, target, scale, number, softcap, memory, *wanted, keeps, _ = arguments
     # The logits that the caller keeps fit, and so do a few vectors beside them.
     plan = _plan("linear_token_logprobs", x, weight, UNBOUNDED if keeps else memory, wanted)
     way = Way(plan, _options(scale, number, softcap))
@@ -83,7 +84,7 @@ def _statistics(*arguments: Any) -> Tensors:
 
 
 def _fake_statistics(x: Tensor, weight: Tensor, *arguments: Any) -> Tensors:
-    keeps = arguments[-1]
+    keeps = arguments[-2]
     wide = accumulator_of(x.dtype, x.dtype)
     found = [x.new_empty(x.shape[:1], dtype=dtype) for dtype in (wide, wide, torch.float64)]
     return (*found, logits_memory(x.shape[0], weight.shape[0], x) if keeps else x.new_empty(0, weight.shape[0]))
@@ -170,7 +171,7 @@ def _add_gradients(*arguments: Any) -> Tensor:
 
 
 def _save_statistics(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *tensors, ctx.number, ctx.softcap, ctx.memory, _, _, _, _ = inputs
+    *tensors, ctx.number, ctx.softcap, ctx.memory, _, _, _, _, _ = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.mark_non_differentiable(output[3])
     ctx.set_materialize_grads(False)
@@ -185,7 +186,7 @@ def _backward_of_statistics(ctx: Any, *dys: Tensor | None) -> tuple[Any, ...]:
         numbers = ctx.number, ctx.softcap, ctx.memory, *wanted
         gradients = _operators().linear_token_logprobs_backward(*ctx.saved_tensors, *dys[:3], *numbers)
         found = [g if one else None for g, one in zip(gradients, wanted, strict=True)]
-    return (*found, *(None,) * 9)
+    return (*found, *(None,) * 10)
 
 
 def _save_losses(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -242,7 +243,8 @@ def _define(name: str, schema: str, kernel: Any, fake: Any, *gradient: Any, chan
 
 
 _define(
-    "linear_token_logprobs", f"({HEAD}, {OPTIONS}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_token_logprobs",
+    f"({HEAD}, {OPTIONS}, bool keeps, Tensor? after) -> (Tensor, Tensor, Tensor, Tensor)",
     _statistics, _fake_statistics, _backward_of_statistics, _save_statistics,
 )  # fmt: skip
 _define(

@@ -50,7 +50,7 @@ def statistics(head: Head, options: Any, memory: int | None) -> tuple[Tensor, Te
     x, weight = head.input, head.weight
     scale, given = _scale_and_options(head, options, memory)
     keeps = memory is None and records(head) and x.shape[0] * len(weight) * x.itemsize <= CHUNK_BYTES
-    found: Any = _operators().linear_token_logprobs(x, weight, head.bias, head.target, scale, *given, keeps)
+    found: Any = _operators().linear_token_logprobs(x, weight, head.bias, head.target, scale, *given, keeps, None)
     return found[0], found[1], found[2].to(found[0].dtype)
 
 
@@ -104,13 +104,16 @@ def _token_loss_in_chunks(
     rows, w, b = x.detach(), weight.detach(), None if bias is None else bias.detach()
     dw = w.new_empty(w.shape if of_weight else 0, dtype=sum_dtype_of(plan, w.dtype, acc_dtype))
     db = w.new_zeros(len(w) if of_bias else 0, dtype=factor.dtype)
-    dx, total = [], factor.new_zeros(())
+    dx: list[Tensor] = []
+    total = factor.new_zeros(())
     for first in range(0, len(x), plan.chunk):
         part = slice(first, min(first + plan.chunk, len(x)))
         target, skipped, given = of_target[part], ignored[part], [t[part] for t in beside]
         scale, (number, softcap, *_) = _scale_and_options(head, of_part(options, part), None)
+        # Else a compiler may compute the losses of several chunks in one kernel, for which all their logits must exist.
+        after = None if not dx else dx[-1] if of_input else dw
         nothing = None, False, False, False
-        *known, z = ops.linear_token_logprobs(rows[part], w, b, target, scale, number, softcap, *nothing, True)
+        *known, z = ops.linear_token_logprobs(rows[part], w, b, target, scale, number, softcap, *nothing, True, after)
         leaves = known[0].masked_fill(skipped, 0.0), known[1], known[2].to(known[0].dtype)
         y, derivative = torch.func.vjp(lambda *numbers, given=given: loss(*numbers, *given), *leaves)
         if checked_losses("linear_token_loss", y, leaves[0]).requires_grad:
