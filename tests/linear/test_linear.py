@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from heads import (
+    CALLS,
     CLASSES,
     DEVICE,
     GPU,
@@ -20,6 +21,7 @@ from heads import (
     logits_of,
     same_with_gradients,
 )
+from torch.nn import functional
 
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import Choice
@@ -303,3 +305,30 @@ def test_the_default_dtype_is_not_that_of_a_loss(reduction: str) -> None:
         assert osm.linear_token_logprobs(x, w, target).logprob.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("lead", [(), (1,), (2, 1, 3), (4, 1, 1, 2)])
+def test_any_leading_dimensions(lead: tuple[int, ...], call: str) -> None:
+    _, w, b, _ = head()
+    x = torch.randn(*lead, 7, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    target = torch.randint(40, lead, device=DEVICE)
+    same_with_gradients(CALLS[call](x, w, b, target), CALLS[call](x.reshape(-1, 7), w, b, target.reshape(-1)), [x, w])
+    found = osm.linear_cross_entropy(x, w, target, reduction="none", return_stats=True)
+    assert {t.shape for t in (found[0], *found[1], *osm.linear_token_logprobs(x, w, target))} == {lead}
+
+
+def test_autocast_casts_as_linear_does() -> None:
+    x, w, b, target = head(torch.float32)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        ours = osm.linear_cross_entropy(x, w, target, linear_bias=b)
+        theirs = functional.cross_entropy(functional.linear(x, w, b).flatten(0, 1).float(), target.flatten())
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    wide = [t.detach().bfloat16().double().requires_grad_() for t in (x, w, b)]
+    exact = torch.autograd.grad(expected(*wide, target), wide)
+    pairs = zip(*(torch.autograd.grad(y, [x, w, b]) for y in (ours, theirs)), exact, strict=True)
+    for found, own, value in pairs:
+        assert found.dtype == own.dtype == torch.float32
+        error, allowed = ((g.double() - value).norm() for g in (found, own))
+        assert error <= 1.05 * allowed

@@ -320,16 +320,6 @@ def test_what_cannot_be_differentiated_says_so() -> None:
         y.backward()
 
 
-def test_autocast_casts_as_linear_does() -> None:
-    x, w, b, target = head(torch.float32)
-    with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        ours = osm.linear_cross_entropy(x, w, target, linear_bias=b)
-        theirs = functional.cross_entropy(functional.linear(x, w, b).flatten(0, 1).float(), target.flatten())
-    assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert [g.dtype for g in torch.autograd.grad(ours, [x, w, b])] == [torch.float32] * 3
-
-
 @pytest.mark.parametrize(
     ("error", "message", "change"),
     [
