@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -35,10 +36,10 @@ def test_same_bits_as_the_general_path(operation: str, start: int, prepared: Any
     call = OPERATIONS[operation]
     general = call(x, 1, dtype=torch.float32, **HOW)
     assert not prepared()
-    for _ in range(2):
+    for _ in range(4):
         assert torch.equal(call(x, 1, **HOW), general)
     out = torch.empty_like(general)
-    for _ in range(2):
+    for _ in range(4):
         assert call(x, 1, out=out.fill_(torch.nan), **HOW) is out
         assert torch.equal(out, general)
     assert prepared() == 2
@@ -71,7 +72,7 @@ def test_recorded_calls_have_the_gradient_of_the_general_path(
         dy = torch.randn_like(general)
         (gradient,) = torch.autograd.grad(general, x, dy)
         before = prepared()
-        for _ in range(2):
+        for _ in range(4):
             usual = call(x, dim, **more, **HOW)
             assert torch.equal(usual, general)
             assert torch.equal(torch.autograd.grad(usual, x, dy)[0], gradient)
@@ -141,7 +142,7 @@ def test_negations_that_pytorch_has_put_off_are_carried_out_in_operands() -> Non
 
     def same(ours: Any, expected: Any, dy: torch.Tensor) -> None:
         x = torch.randn(3, 40, device=DEVICE, requires_grad=True)
-        for _ in range(2):
+        for _ in range(4):
             y, wanted = ours(x), expected(x)
             torch.testing.assert_close(y, wanted)
             for graph in (False, True):
@@ -192,3 +193,133 @@ def test_score_options_that_are_numbers_are_part_of_the_key(
     want = general, *torch.autograd.grad(general, x, torch.ones_like(general))
     for results in found:
         assert all(map(torch.equal, results, want))
+
+
+class _Marked(torch.Tensor):
+    """A subclass, whose functions may do anything."""
+
+
+def _beside_16_bytes(t: torch.Tensor) -> torch.Tensor:
+    return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)
+
+
+OTHER_TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shape": lambda t: t[:2],
+    "strides": lambda t: t.t().contiguous().t(),
+    "dtype": lambda t: t.double(),
+    "records": lambda t: t.clone().requires_grad_(),
+    "alignment": _beside_16_bytes,
+    "negation": torch._neg_view,
+    "conjugate": lambda t: torch.complex(t, t).conj(),
+    "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
+    "subclass": lambda t: t.as_subclass(_Marked),
+    "sparse": lambda t: t.to_sparse(),
+    "compressed": lambda t: t.to_sparse_csr(),
+    "nested": lambda t: torch.nested.nested_tensor(list(t)),
+    "jagged": lambda t: torch.nested.nested_tensor(list(t), layout=torch.jagged),
+    "meta": lambda t: t.to("meta"),
+    "absent": lambda _: None,
+    "array": lambda t: t.cpu().numpy(),
+    "number": lambda _: 7,
+} | ({"opaque": lambda t: t.to_mkldnn()} if DEVICE == "cpu" else {})
+
+
+def _traced(look: Callable[[], None]) -> None:
+    def function(t: torch.Tensor) -> torch.Tensor:
+        look()
+        return t + 1
+
+    torch.jit.trace(function, torch.ones(2), check_trace=False)
+
+
+def _in_forward_mode(look: Callable[[], None]) -> None:
+    with torch.autograd.forward_ad.dual_level():
+        look()
+
+
+def _under(transform: Callable[..., Any]) -> Callable[[Callable[[], None]], None]:
+    def run(look: Callable[[], None]) -> None:
+        def function(t: torch.Tensor) -> torch.Tensor:
+            look()
+            return t.sum()
+
+        transform(function)(torch.ones(2))
+
+    return run
+
+
+def _with_autocast(look: Callable[[], None]) -> None:
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        look()
+
+
+MODES: dict[str, Callable[[Callable[[], None]], None]] = {
+    "vmap": _under(torch.vmap), "grad": _under(torch.func.grad), "functionalize": _under(torch.func.functionalize),
+    "forward mode": _in_forward_mode, "trace": _traced, "autocast": _with_autocast,
+}  # fmt: skip
+
+
+class TestGuards:
+    """A call that is found twice is found by a guard of its tensors from then on, as by its key."""
+
+    @pytest.fixture
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return torch.randn(4, 8, device=DEVICE), torch.randn(4, 8, device=DEVICE)
+
+    @pytest.fixture
+    def find(self, tensors: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
+        """The function that looks up a call without its key."""
+
+        def look(*given: Any) -> Any:
+            return fast_path.look_up(("name",), *given)[1]
+
+        key, found = fast_path.look_up(("name",), *tensors)
+        assert found is None
+        fast_path.keep(fast_path.PREPARED_CALLS, key, "run")
+        assert [look(*tensors) for _ in range(3)] == ["run"] * 3
+        fast_path.PREPARED_CALLS.clear()
+        return look
+
+    def test_like_tensors_are_found(self, find: Any, tensors: Any) -> None:
+        assert find(*map(torch.clone, tensors)) == find(*tensors, None) == "run"
+        assert find(tensors[0]) is None
+        assert find(*tensors, tensors[0]) is None
+
+    @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")  # both are in beta
+    @pytest.mark.parametrize("place", [0, 1])
+    @pytest.mark.parametrize("other", OTHER_TENSORS)
+    def test_other_tensors_are_not(self, other: str, place: int, find: Any, tensors: Any) -> None:
+        given = list(tensors)
+        given[place] = OTHER_TENSORS[other](given[place])
+        assert find(*given) is None
+        assert find(*tensors) == "run"
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")  # and still used
+    @pytest.mark.parametrize("mode", MODES)
+    def test_modes_end_the_search(self, mode: str, find: Any, tensors: Any) -> None:
+        found = []
+        MODES[mode](lambda: found.append(find(*tensors)))
+        assert set(found) == {None}
+        assert find(*tensors) == "run"
+
+    @pytest.mark.parametrize("count", [2, fast_path.MOST_GUARDS, fast_path.MOST_GUARDS + 1])
+    def test_calls_in_turn_are_found(self, count: int) -> None:
+        calls = [(str(rows), torch.randn(rows, 8, device=DEVICE)) for rows in range(1, count + 1)]
+        for name, x in calls:
+            fast_path.keep(fast_path.PREPARED_CALLS, fast_path.look_up(("name",), x)[0], name)
+        for _ in range(3):
+            assert [fast_path.look_up(("name",), x)[1] for _, x in calls] == [name for name, _ in calls]
+        fast_path.PREPARED_CALLS.clear()
+        by_guards = [name if count <= fast_path.MOST_GUARDS else None for name, _ in calls]
+        assert [fast_path.look_up(("name",), x)[1] for _, x in calls] == by_guards
+
+    def test_a_call_that_records_is_another_one(self) -> None:
+        x = torch.randn(4, 8, device=DEVICE, requires_grad=True)
+        fast_path.keep(fast_path.PREPARED_CALLS, fast_path.look_up(("name",), x)[0], "recorded")
+        for _ in range(3):
+            assert fast_path.look_up(("name",), x)[1] == "recorded"
+        with torch.no_grad():
+            assert fast_path.look_up(("name",), x)[1] is None
+        with torch.inference_mode():
+            assert fast_path.look_up(("name",), x)[1] is None
+        assert fast_path.look_up(("name",), x)[1] == "recorded"

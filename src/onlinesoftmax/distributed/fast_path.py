@@ -96,7 +96,7 @@ def key_of(operands: Operands, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
             return ()
         # A weight that needs a gradient has a key of its own: the general way raises the error.
         recorded.append(weight.requires_grad and torch.is_grad_enabled())
-    return key_of_tensors((arguments, *recorded, autocasts(x)), x, (target, mask, weight))
+    return key_of_tensors((arguments, *recorded, autocasts(x)), x, target, mask, weight)
 
 
 def public_key(call: ShardedInput, columns: ColumnRange | None) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ import torch
 from ..core.call import Call
 from . import formulas
 from .arguments import is_lazy
-from .fast_path import PREPARED_CALLS, is_transformed, keep, key_of_plain
+from .fast_path import PREPARED_CALLS, find, is_grad_enabled, is_transformed, keep
 from .formulas import accumulator_of
 from .gradients import gradient_call, gradients, is_traced, outputs_of, saved_of, slope_of, unmasked, with_states
 from .prepare import operands_of, prepare
@@ -125,9 +125,12 @@ keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_kee
 """True in a backward pass after which another may follow: with `retain_graph` or `create_graph`."""
 
 
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+
+
 def has_saved_tensor_hooks() -> bool:
     """True inside a checkpoint, save_on_cpu and other hooks, which are given the tensors that wait for backward."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return _top_hooks(False) is not None
 
 
 class Recorded(torch.autograd.Function):
@@ -146,21 +149,21 @@ class Recorded(torch.autograd.Function):
         else:
             save(ctx, recording, everything)
         ctx.set_materialize_grads(False)
-        results = recording.results_at
-        return everything[results[0]] if len(results) == 1 else tuple([everything[place] for place in results])
+        return recording.results_of(everything)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
         recording: Recording = ctx.recording
-        nothing = (None,) * (len(recording.names) - 1)
+        run, nothing = recording.run, (None,) * (len(recording.names) - 1)
         if recording.stores_gradient:
             # The other results, statistics, have no gradient.
             return None, None if dys[0] is None else _gradient_of_scalar(ctx, dys[0]), *nothing
-        if recording.run is not None and not torch.is_grad_enabled():
+        if run is not None and not is_grad_enabled():
             tensors = (*ctx.saved_tensors, *dys)
-            key = key_of_plain((recording.run,), *tensors)
-            if key:
-                gradient = PREPARED_CALLS.get(key) or keep(PREPARED_CALLS, key, _prepared_gradient(recording, tensors))
+            key, gradient = find((run,), tensors)
+            if key and gradient is None:
+                gradient = keep(PREPARED_CALLS, key, _prepared_gradient(recording, tensors))
+            if gradient is not None:
                 return None, gradient(tensors), *nothing
         given = {name: dy for name, dy in zip(recording.dys, dys, strict=True) if dy is not None and name}
         if not given:
@@ -226,26 +229,29 @@ def _save_with_gradient(ctx: Any, recording: Recording, everything: tuple[Tensor
     """
     gradient = everything[len(recording.names) + 1]
     # No prepared call is traced, and a trace cannot look for hooks.
-    traced = recording.run is None and torch.compiler.is_compiling()
-    ctx.hooked = not traced and has_saved_tensor_hooks()
-    ctx.gradient = None if ctx.hooked else gradient
-    save(ctx, recording, everything, *([gradient] if ctx.hooked else []))
+    if (recording.run is not None or not torch.compiler.is_compiling()) and has_saved_tensor_hooks():
+        ctx.gradient = None
+        save(ctx, recording, everything, gradient)
+    else:
+        ctx.gradient = gradient
+        save(ctx, recording, everything)
 
 
 def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
     """The gradient of a loss that is reduced to a scalar, from the gradient that forward has written."""
     recording: Recording = ctx.recording
     traced, gradient = recording.run is None and torch.compiler.is_compiling(), ctx.gradient
-    first = traced or not torch.is_grad_enabled()
-    if first and ctx.hooked:
-        gradient = ctx.saved_tensors[-1]
+    first = traced or not is_grad_enabled()
     if first and gradient is not None:
         keeps = not traced and keeps_graph()
         if not keeps:
             ctx.gradient = None
         return scale_gradient(gradient, dy, in_place=not keeps)
     # Raises PyTorch's error where an earlier backward pass has freed the graph.
-    saved = dict(zip(recording.saved, ctx.saved_tensors[: len(recording.saved)], strict=True))
+    tensors = ctx.saved_tensors
+    saved = dict(zip(recording.saved, tensors, strict=False))
+    if first and len(tensors) > len(saved):
+        return scale_gradient(tensors[-1], dy, in_place=not keeps_graph())
     if recording.by_pytorch is None:
         raise RuntimeError("the gradient of numbers of sharded rows cannot be differentiated again (create_graph=True)")
     if "x" not in saved:

@@ -11,7 +11,7 @@ kernels find the function of their kernel under a key of the same form (prepare.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -60,29 +60,75 @@ def forget() -> None:
         cache.clear()
 
 
-def key_of(arguments: tuple[Any, ...], x: Tensor, operands: Iterable[Tensor | None] = ()) -> tuple[Any, ...]:
+def key_of(arguments: Any, *tensors: Tensor | None) -> tuple[Any, ...]:
     """The key of a call: its arguments that are no tensors, and the properties of its tensors."""
-    key: tuple[Any, ...] = (arguments, x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-    for t in operands:
+    key: tuple[Any, ...] = (arguments,)
+    for t in tensors:
         key += (None,) if t is None else (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
     return key
 
 
-def key_of_plain(arguments: Any, *tensors: Any) -> tuple[Any, ...]:
-    """The key of a call whose tensors a kernel can read; () where it cannot read one, or one is of another type."""
-    key: tuple[Any, ...] = (arguments,)
+def find(
+    arguments: tuple[Any, ...], tensors: tuple[Any, ...], recording: bool | None = None
+) -> tuple[tuple[Any, ...], Any]:
+    """(key, prepared call) of tensors that a kernel can read, as `look_up`, which passes `recording`.
+
+    To read the properties of a tensor takes the host half a microsecond, and to hash them as long again.  PyTorch's
+    guard compares them, and the modes by which operations are dispatched, in a fifth of a microsecond.  So the last
+    calls under the same arguments are found by guards.
+    """
+    while tensors[-1] is None:
+        tensors = tensors[:-1]
+    last = arguments, len(tensors)
+    guards, comparable = _GUARDS.get(last, ()), True
     try:
-        for t in tensors:
-            if t is None:
-                key += (None,)
-            elif type(t) is not Tensor or t.is_neg():
-                return ()
+        if guards:
+            for t in tensors:
+                # Hazard: a guard ends the process if it is given a nested tensor.
+                if type(t) is not Tensor or t.is_nested or t.data_ptr() % 16:
+                    comparable = False
+                    break
             else:
-                key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
+                for guard, run in guards:
+                    if guard is not None and guard(*tensors):
+                        return (), run
+        if recording is not None and (_is_transformed() or _is_autocast() or _tracing_state() is not None):
+            return (), None
+        for t in tensors:
+            # The checks of the general path raise the error for an operand that requires a gradient.
+            if t is not None and (
+                type(t) is not Tensor or t.is_neg() or (recording and t.requires_grad and t is not tensors[0])
+            ):
+                return (), None
+        key = key_of(arguments, *tensors)
     except RuntimeError:
         # A sparse tensor, a nested one and a batch of vmap have no strides or no address.
-        return ()
-    return key
+        return (), None
+    found = PREPARED_CALLS.get(key)
+    if found is not None and comparable:
+        others = tuple([one for one in guards if one[1] is not found])
+        # A guard takes longer to make than a key, so it is made for a call that is found a second time.
+        guard = _guard_of(tensors) if len(others) < len(guards) else None
+        keep(_GUARDS, last, ((guard, found), *others)[:MOST_GUARDS])
+    return key, found
+
+
+def _guard_of(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
+    """The function that is True for tensors like these; None where PyTorch has none."""
+    if _TensorGuards is None:
+        return None
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    guard: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return guard
+
+
+_TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+MOST_GUARDS = 4
+"""Number of calls under the same arguments that are found by guards: each takes a fifth of the time of a key."""
+
+_GUARDS: dict[Any, tuple[tuple[Callable[..., bool] | None, Any], ...]] = new_cache()
+"""The last prepared calls that were found under arguments, each with the guard of its tensors if it was found twice."""
 
 
 def are_constant(options: ScoreOptions | None) -> bool:
@@ -101,7 +147,7 @@ def is_torchscript() -> bool:
 
 
 # Looking up a name in a module costs the host as much as calling some of these.
-_is_compiling, _is_recording = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _tracing_state = torch._C._get_tracing_state
 _is_autocast, _is_transformed = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 
@@ -109,37 +155,19 @@ _is_autocast, _is_transformed = torch._C._is_any_autocast_enabled, torch._C._are
 def look_up(arguments: tuple[Any, ...], x: Any, *operands: Any) -> tuple[tuple[Any, ...], Any]:
     """(key, prepared call) of a call: the key is () if the call is not cacheable, the prepared call None if it is new.
 
+    The key may also be () where there is a prepared call.
+
     Args:
         arguments: The operation and the arguments that are no tensors.
         x: The input.
         operands: The other tensors, None for an absent one.
     """
     # Fake tensors have another type, so is_dynamo_compiling suffices; is_compiling takes three times as long.
-    if (
-        type(x) is not Tensor
-        or _is_compiling()
-        or x.is_neg()
-        or _is_transformed()
-        or forward_ad._current_level >= 0  # `is_transformed` without the time of a call
-        or _is_autocast()
-        or _tracing_state() is not None  # `is_torchscript`
-    ):
+    if type(x) is not Tensor or is_compiling() or forward_ad._current_level >= 0:
         return (), None
-    recording = _is_recording()
+    recording = is_grad_enabled()
     try:
-        # The key is that of `key_of`, made in the loop of the checks: a second loop takes the host 0.3 microseconds.
-        key: tuple[Any, ...]
-        key = ((arguments, recording and x.requires_grad), x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-        for t in operands:
-            if t is None:
-                key += (None,)
-            elif type(t) is not Tensor or t.is_neg() or (recording and t.requires_grad):
-                # The checks of the general path raise the error for an operand that requires a gradient.
-                return (), None
-            else:
-                key += (t.shape, t.stride(), t.dtype, t.device, t.data_ptr() % 16)
-        return key, PREPARED_CALLS.get(key)
-    except (RuntimeError, TypeError):
-        # A tensor has no strides or no address (`key_of_plain`), or an argument, as a NumPy array, cannot be part of a
-        # key.  The general path takes the tensor, and its checks name the argument.
+        return find((arguments, recording and x.requires_grad), (x, *operands), recording)
+    except TypeError:
+        # An argument, as a NumPy array, cannot be part of a key: the checks of the general path name it.
         return (), None

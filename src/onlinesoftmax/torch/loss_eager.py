@@ -52,7 +52,7 @@ REDUCTIONS = ("none", "mean", "sum")
 
 
 def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Callable[..., Tensor]:
-    """The function (x, target, weight) of cacheable, checked losses like this one."""
+    """The function (x, target), or (x, target, weight), of cacheable, checked losses like this one."""
     wide, dtype = loss.wide(x), loss.settings.dtype
     of_target = torch.promote_types(target.dtype, wide) if target.is_floating_point() else torch.int64
     ignore_index, smoothing, reduction = loss.ignore_index, loss.smoothing, REDUCTIONS.index(loss.reduction)
@@ -61,9 +61,9 @@ def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
     has_modes = torch._C._len_torch_function_stack
     of_weight = wide if weight is None else weight.dtype
     if not is_right(x, loss) or not x.dtype == of_weight == wide == dtype or target.dtype != of_target:
-        return lambda x, target, weight: losses(x, target, weight, loss, False)[0].to(dtype)
+        return lambda x, target, weight=None: losses(x, target, weight, loss, False)[0].to(dtype)
 
-    def run(x: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
+    def run(x: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
         if has_modes():
             return pytorch_loss(x, target, weight, loss)
         return cross_entropy(x, target, weight, reduction, ignore_index, smoothing)

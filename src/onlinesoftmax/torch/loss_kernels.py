@@ -186,7 +186,7 @@ def _loss_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
 
 
 def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Callable[..., Any] | None:
-    """The function (x, target, weight) of a cacheable, checked loss; None where it needs the general path."""
+    """The function (x, target), or (x, target, weight), of cacheable, checked losses; None for the general path."""
     in_place = loss.inplace and torch.is_grad_enabled() and x.requires_grad
     if loss.settings.choice.batch_invariant or in_place or not target.is_contiguous():
         return None
@@ -198,14 +198,14 @@ def prepared_loss(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) 
 
 
 def _prepared(call: Call, loss: Loss) -> Callable[..., Any] | None:
-    """The function (x, target, weight) of a cacheable loss; None where it needs the general path."""
+    """The function (x, target), or (x, target, weight), of a cacheable loss; None where it needs the general path."""
     how, wide = {"by_pytorch": _loss_by_pytorch, "loss": loss}, loss.wide(call.x)
     if loss.reduction != "none" and waits_for_scale(call):
         of_rows = _prepared(call, loss._replace(reduction="none", settings=loss.settings._replace(dtype=wide)))
         return of_rows and (
-            lambda x, target, weight: loss_eager.reduced(of_rows(x, target, weight), target, weight, loss).to(
-                loss.settings.dtype
-            )
+            lambda x, target, *weight: loss_eager.reduced(
+                of_rows(x, target, *weight), target, weight[0] if weight else None, loss
+            ).to(loss.settings.dtype)
         )
     if loss.reduction == "none":
         run = prepared_results(call, ("loss",), **how)
@@ -218,11 +218,10 @@ def _prepared(call: Call, loss: Loss) -> Callable[..., Any] | None:
     sum_dtype = None if weight_sum is None else weight_sum.dtype
     converts = loss.reduction == "none" and dtype != wide
     if "weight" not in call.beside and not converts:
-        return lambda x, target, _: run(x, target)
+        return run
 
-    def prepared(x: Tensor, target: Tensor, weight: Tensor | None) -> Any:
-        more = () if weight is None else (weight,) if sum_dtype is None else (weight, weight.sum(dtype=sum_dtype))
-        y = run(x, target, *more)
+    def prepared(x: Tensor, target: Tensor, *weight: Tensor) -> Any:
+        y = run(x, target, *weight, *[] if sum_dtype is None else [weight[0].sum(dtype=sum_dtype)])
         return y.to(dtype) if converts else y
 
     return prepared

@@ -43,10 +43,10 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
     """
     # An equal number of a wrong type, as 1.0 for 1, must not find the call of the right one.
     exact = type(fields[1]) is int and type(fields[3]) in _NUMBERS and type(fields[4]) in _NUMBERS
-    found = look_up((CROSS_ENTROPY, fields), x, target, weight) if exact and not return_stats else ((), None)
-    key, prepared_call = found
+    tensors = (x, target) if weight is None else (x, target, weight)
+    key, prepared_call = look_up((CROSS_ENTROPY, fields), *tensors) if exact and not return_stats else ((), None)
     if prepared_call is not None:
-        return prepared_call(x, target, weight)
+        return prepared_call(*tensors)
     loss = Loss(*fields)
     numbers = checked_loss(x, target, weight, loss)
     if numbers is not loss or target.dtype in UNSIGNED:
@@ -63,7 +63,7 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
     if loss.inplace and x.requires_grad and torch.is_grad_enabled():
         _check_inplace(x)
     if key and are_constant(loss.options) and (run := way.prepared_loss(x, target, weight, loss)) is not None:
-        return keep(PREPARED_CALLS, key, run)(x, target, weight)
+        return keep(PREPARED_CALLS, key, run)(*tensors)
     y, *stats = way.losses(x, target, weight, loss, return_stats)
     y = y.to(settings.dtype)
     return (y, statistics_of(target, loss, *stats)) if return_stats else y

@@ -67,7 +67,7 @@ def _key(value: str, call: Call, operands: Mapping[str, Any], outputs: tuple[str
     flags = None if options is None else (options.causal, options.zero)
     arguments = (value, call.operation, outputs, call.settings, flags, tuple(operands))
     tensors = [t if isinstance(t, torch.Tensor) else None for t in operands.values()]
-    return key_of(arguments, call.x, tensors if call.out is None else [*tensors, call.out])
+    return key_of(arguments, call.x, *tensors, *(() if call.out is None else (call.out,)))
 
 
 def backend_of(call: Call, outputs: tuple[str, ...]) -> str:
@@ -215,7 +215,7 @@ def _with_outputs(
     resize = call.out is not None and call.out.shape != shape
     new = allocator(device)
     first, *others = task.outputs
-    of_first = _memory(call, task, first, shape)
+    its_shape, strides, dtype = _memory(call, task, first, shape)
     of_others = [
         (name, _memory(call, task, name, output_shape(task.operation.output(name), call.x.shape, axis)))
         for name in others
@@ -227,7 +227,7 @@ def _with_outputs(
             with torch.cuda.device(device):
                 return run(x, out, operands)
         if out is None:
-            out = new(*of_first)
+            out = new(its_shape, strides, dtype)
         elif resize and not aligned(out.resize_(shape)):
             # A view keeps its place in its storage, and the kernel was prepared for a tensor that begins on 16 bytes.
             found = run(x, None, operands)

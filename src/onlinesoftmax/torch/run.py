@@ -30,7 +30,7 @@ from .arguments import (
     extent,
     reduced_shape,
 )
-from .fast_path import PREPARED_CALLS, are_constant, is_torchscript, is_transformed, keep, look_up
+from .fast_path import PREPARED_CALLS, Tensor, are_constant, is_torchscript, is_transformed, keep, look_up
 from .loss_run import check_targets, check_tokens, run_loss, run_tokens
 from .prepare import run as run_kernel
 
@@ -41,7 +41,7 @@ def run_plain(
     operation: Operation, x: torch.Tensor, dim: Any, keepdim: bool, out: Any, choice: tuple[Any, ...]
 ) -> torch.Tensor:
     """Run a call without score options, dtype and batch invariance, with little host time."""
-    if type(x) is torch.Tensor:
+    if type(x) is Tensor:
         if x.is_cpu and out is None and choice == ANY and (operation.per_row or not isinstance(dim, tuple | list)):
             try:
                 return eager.call_plain(operation, x, dim, keepdim)

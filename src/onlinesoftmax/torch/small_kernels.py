@@ -16,7 +16,7 @@ from ..kernels import registry
 from ..kernels.reduction import Reduction
 from ..kernels.sharded import ShardedRows
 from .arguments import is_lazy
-from .fast_path import PREPARED_CALLS, keep, key_of_plain
+from .fast_path import PREPARED_CALLS, find, is_compiling, keep
 from .formulas import accumulator_of
 from .gradients import is_traced
 from .loss_arguments import Loss, scaled, scaled_weight
@@ -167,8 +167,7 @@ def scale_gradient(
         dtype: Dtype of the product; None for that of the gradient.
         in_place: False to write a new tensor.
     """
-    key = () if torch.compiler.is_dynamo_compiling() else key_of_plain((_scaler, dtype, in_place), gradient, factor)
-    run = PREPARED_CALLS.get(key) if key else None
+    key, run = ((), None) if is_compiling() else find((_scaler, dtype, in_place), (gradient, factor))
     if run is None:
         if is_traced(factor) or is_lazy(factor) or is_lazy(gradient):
             return (gradient * factor).to(dtype or gradient.dtype)

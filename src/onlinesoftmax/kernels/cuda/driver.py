@@ -41,6 +41,7 @@ class Arguments:
         config: The launch configuration, still without a stream.
         kernel: Handle of the kernel.
         of: The library that launches; by default `library`.
+        index: Number of the device.
 
     Attributes:
         fields: The kernel's parameter as 64-bit fields.
@@ -48,9 +49,9 @@ class Arguments:
         launch: The function without arguments that launches, and returns the driver's status.
     """
 
-    def __init__(self, values: bytes, config: LaunchConfig, kernel: int, of: Any = None) -> None:
+    def __init__(self, values: bytes, config: LaunchConfig, kernel: int, of: Any = None, index: int = 0) -> None:
         self.fields = (ctypes.c_uint64 * (len(values) // 8)).from_buffer_copy(values)
-        self.config = config
+        self.config, self.index = config, index
         self._parameters = (c_void_p * 1)(ctypes.addressof(self.fields))
         addresses = (ctypes.addressof(config), kernel, ctypes.addressof(self._parameters), None)
         # A plain integer would be passed as a C int, which cuts off the upper half of an address.  ctypes passes on the
@@ -193,12 +194,16 @@ def launch(arguments: Arguments, index: int, doing: str) -> None:
     Raises:
         DriverError: the driver refused the launch.
     """
-    status = arguments.launch()
-    if status:
-        if status == INVALID_CONTEXT:
-            make_current(index)
-            status = arguments.launch()
-        check(status, doing)
+    if status := arguments.launch():
+        launch_again(arguments, status, index, doing)
+
+
+def launch_again(arguments: Arguments, status: int, index: int, doing: str) -> None:
+    """Launch once more where a launch failed with a status because the thread is new to the device; else raise."""
+    if status == INVALID_CONTEXT:
+        make_current(index)
+        status = arguments.launch()
+    check(status, doing)
 
 
 def load_kernel(cubin: bytes, name: str) -> int:

@@ -39,27 +39,29 @@ def bind(request: Request) -> Run:
     shards = part.mail if part is not None and request.operation.reduces else None
     shard_words = request.task.rows * part.processes * shard_message_words(request) if part and shards else 0
     has_other_fields = bool(tensors or numbers or mail or shards)
-    launch, stream_of = driver.launch, torch._C._cuda_getCurrentRawStream
-    doing = f"launching {plan.backend}/{plan.strategy}"
+    stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {plan.backend}/{plan.strategy}"
 
     def new_call(index: int) -> driver.Arguments:
         kernel = loaded(source(request), kernel_name(request), index, dynamic, cluster)
         # The driver starts a cooperative kernel only when the device is empty.
         early = request.follows_divisor and plan.strategy != "grid" and may_begin_early(index)
-        call = driver.Arguments(values, driver.launch_config(*config, early=early), kernel)
+        call = driver.Arguments(values, driver.launch_config(*config, early=early), kernel, index=index)
         if shards is not None:
             boxes = process_mailboxes.MAIL[shards]
             call.fields[_FIRST_SHARD:_AFTER_SHARDS] = boxes.addresses
             call.fields[_SET_WORDS], call.fields[_TIMEOUT] = boxes.set_words, boxes.timeout_ns
         return call
 
-    pool = driver.ArgumentPool(new_call)
-    take, give_back = pool.take, pool.give_back
+    kept: list[driver.Arguments] = []
+    give_back = kept.append
 
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
-        index = x.get_device()
-        call = take(index)
-        fields = call.fields
+        # `pool.take` and `driver.launch`, written out: two calls fewer.
+        try:
+            call = kept.pop()
+        except IndexError:
+            call = new_call(x.get_device())
+        fields, index = call.fields, call.index
         fields[x_field], fields[y_field] = x.data_ptr(), y.data_ptr()
         call.config.stream = stream = stream_of(index)
         if has_other_fields:
@@ -70,15 +72,13 @@ def bind(request: Request) -> Run:
                 fields[field] = more[name]
             for field, count in mail:
                 # The default stream, whose handle is 0, is the usual one; this look-up takes half the time.
-                fields[field] = (
-                    words_of_stream(field, count, EMPTY, index, stream).data_ptr()
-                    if stream
-                    else _default_stream_words(field, count, EMPTY, index)
-                )
+                of_default = None if stream else _default_stream_words(field, count, EMPTY, index)
+                fields[field] = of_default or words_of_stream(field, count, EMPTY, index, stream).data_ptr()
             if shards is not None:
                 boxes = process_mailboxes.MAIL[shards]
                 fields[_NUMBER] = boxes.next_launch(shard_words, stream, index)
-        launch(call, index, doing)
+        if status := call.launch():
+            driver.launch_again(call, status, index, doing)
         if shards is not None and not fields[_NUMBER]:
             boxes.count_replays()
         give_back(call)
