@@ -127,6 +127,19 @@ def checked_number(library: Library, function: str, argument: str, value: Any, k
     raise TypeError(f"{function}(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
 
 
+def checked_memory(caller: str, memory: Any) -> int | None:
+    """The bytes that buffers may take; None for the usual ones."""
+    found = memory if type(memory) is int else None
+    if memory is not found and not isinstance(memory, bool | np.bool_):
+        with suppress(TypeError):
+            found = operator.index(memory)
+    if memory is not None and found is None:
+        raise TypeError(f"{caller}: memory must be an int, a number of bytes, not {type(memory).__name__}")
+    if found is not None and found <= 0:
+        raise ValueError(f"{caller}: memory must be a positive number of bytes, got {memory}")
+    return found
+
+
 def check_flags(caller: str, **flags: Any) -> None:
     """Raise an error for a flag that is no bool."""
     for argument, value in flags.items():

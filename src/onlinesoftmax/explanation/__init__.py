@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
+from ..core.arguments import checked_memory
 from ..core.arrays import array_kind
 from ..core.device import Device, known
 from ..core.options import PLAIN, checked_options, is_number
@@ -18,7 +19,7 @@ from ..linear.plans import FUNCTIONS
 from ..ops import OPERATIONS
 from ..torch import device as torch_device
 from ..torch.device import from_torch, here
-from .heads import HeadExplanation, adds_in_place, checked_memory, described_head, explain_head, wanted_gradients
+from .heads import HeadExplanation, adds_in_place, described_head, explain_head, wanted_gradients
 from .routing import ROUTE, RouteExplanation, explain_route
 from .rows import Explanation, Shape, check_taken, described, explain_task, framework_of, task_in_jax, torch_task
 from .sampling import FILTERS, SAMPLE, SampleExplanation, described_sample, explain_sample, sample_in_jax
@@ -206,7 +207,7 @@ def explain(
         options = checked_options(operation, scale, softcap, None, None, False, "nan") or PLAIN
         in_place = adds_in_place(head, acc_dtype)
         asked = {"wanted": wanted, "each": reduction == "none", "whole_rows": whole_rows, "in_place": in_place}
-        return explain_head(head, asked, checked_memory(memory), options, machine, device is not None)
+        return explain_head(head, asked, checked_memory("explain()", memory), options, machine, device is not None)
     if not isinstance(operation, str) or operation not in OPERATIONS:
         raise ValueError(unknown("operation", operation, (*OPERATIONS, *FUNCTIONS, SAMPLE, ROUTE)))
     _check_not_given(operation, None, None, **of_heads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -262,19 +261,6 @@ def adds_in_place(head: Head, acc_dtype: Any) -> bool:
     if found == "float16" or found not in (head.dtype, wide):
         raise ValueError(f"acc_dtype must be {wide} or the dtype of a bfloat16 weight, got {found}")
     return found != wide
-
-
-def checked_memory(memory: Any) -> int | None:
-    """The bytes that buffers may take; None for the usual ones."""
-    if memory is None:
-        return None
-    try:
-        found = operator.index(memory)
-    except TypeError:
-        raise TypeError(f"memory must be an int, a number of bytes, not {type(memory).__name__}") from None
-    if found <= 0:
-        raise ValueError(f"memory must be a positive number of bytes, got {memory}")
-    return found
 
 
 def _chunks(plan: LinearPlan) -> str:

@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core import arguments
 from ..core.arguments import wrong_weight
 from ..core.arrays import check_no_jax
 from ..core.options import checked_options, is_number
 from ..core.plan_log import Kind, note_plan
 from ..core.task import ITEMSIZE
 from ..core.wrong_calls import OTHER_MEANS, check_loss
-from ..torch.arguments import TORCH, check_constant, check_first_derivative, checked_number, is_batched
+from ..torch.arguments import TORCH, check_constant, check_first_derivative, is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import accumulator_of
 from .plans import LinearPlan, plan_of, problem_of
@@ -185,16 +186,7 @@ def constant(number: Any) -> Any:
 
 def checked_memory(name: str, memory: Any) -> int | None:
     """The bytes that buffers may take; None for the usual ones."""
-    if memory is None:
-        return None
-    memory = constant(memory)
-    try:
-        found: int = checked_number(name, "memory", memory, int)
-    except TypeError:
-        raise TypeError(f"{name}(): memory must be an int, a number of bytes, not {type(memory).__name__}") from None
-    if found <= 0:
-        raise ValueError(f"{name}(): memory must be a positive number of bytes, got {memory}")
-    return found
+    return memory if memory is None else arguments.checked_memory(f"{name}()", constant(memory))
 
 
 def checked_acc_dtype(name: str, acc_dtype: Any, dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from ...core.options import ARRAY, ScoreOptions, check_softcap, is_number
 from ...core.wrong_calls import OTHER_MEANS
 from .. import array_types
 from ..exchange import checked_names, devices, signed
-from ..prepare import as_array, checked_dtype, checked_integer
+from ..prepare import as_array, checked_dtype
 from ..signature import Names
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -117,19 +117,6 @@ def _checked_options(name: str, scale: Any, softcap: Any, shape: tuple[int, ...]
     if math.prod(scale.shape) == 1 and scale.shape != shape:
         scale = jnp.broadcast_to(jnp.asarray(scale).reshape(()), shape)
     return ScoreOptions(ARRAY, softcap), checked_constant(name, "scale", scale, shape)
-
-
-def checked_memory(name: str, memory: Any) -> int | None:
-    """The bytes that buffers may take; None for the usual ones."""
-    if memory is None:
-        return None
-    try:
-        found = checked_integer(name, "memory", memory)
-    except TypeError:
-        raise TypeError(f"{name}: memory must be an int, a number of bytes, not {type(memory).__name__}") from None
-    if found <= 0:
-        raise ValueError(f"{name}: memory must be a positive number of bytes, got {memory}")
-    return found
 
 
 def checked_acc_dtype(name: str, acc_dtype: Any, x: Array) -> str:

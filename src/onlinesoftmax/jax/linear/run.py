@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ...core.arguments import checked_memory
 from ...core.arrays import Array, accumulator
 from ...core.call import LossStatistics
 from ...core.wrong_calls import check_loss
@@ -23,7 +24,6 @@ from .arguments import (
     checked_acc_dtype,
     checked_constant,
     checked_head,
-    checked_memory,
     checked_numbers,
     checked_reduction,
     constant,
