@@ -257,7 +257,7 @@ def simulate(
         number: The number of this launch among those that the host makes; 0 as in a CUDA graph.
     """
     task, plan = request.task, request.plan
-    assert arrays.keys() == {*request.dtypes, *([params.REST] if request.rest else [])}
+    assert arrays.keys() == {*request.task.dtypes, *([params.REST] if request.rest else [])}
     assert numbers.keys() == request.task.numbers
     packed = params.pack(source.sizes_of(request), task.sizes, source.places_of(request))
     fields = np.frombuffer(bytearray(packed), np.uint64)

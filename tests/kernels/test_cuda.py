@@ -221,7 +221,9 @@ def test_what_is_asked_for_compiles(
     _, make, constant, value = VARIANTS[variant]
     x, options = make(no_memory(2, 64, COLS[strategy], dtype=dtype))
     request = ask("h200", strategy, operation, x, **options)
-    assert (constants(request) | {"dtypes differ": request.dtypes["x"] != request.dtypes["y"]})[constant] == value
+    assert (constants(request) | {"dtypes differ": request.task.dtypes["x"] != request.task.dtypes["y"]})[
+        constant
+    ] == value
     check_in_compiler(source.source(request))
 
 

@@ -50,7 +50,7 @@ EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64":
 
 def check_softmax(request: Request, folder: Path, begins: tuple[int, int], in_place: bool) -> None:
     """The kernel beside a softmax in float64, on rows that begin so many elements after 16 bytes in x and in y."""
-    rows, cols, dtype, out = request.task.rows, request.task.cols, request.dtypes["x"], request.dtypes["y"]
+    rows, cols, dtype, out = request.task.rows, request.task.cols, request.task.dtypes["x"], request.task.dtypes["y"]
     x = rounded(np.random.default_rng(cols).normal(0, 3, (rows, cols)), dtype)
     x[0, cols // 2] = 40
     memory: dict[str, NDArray[Any]] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,11 +44,6 @@ class Request:
     def operation(self) -> Operation:
         """The operation's declaration."""
         return self.task.operation
-
-    @property
-    def dtypes(self) -> Mapping[str, str]:
-        """Name of the dtype of every tensor."""
-        return self.task.dtypes
 
     def has(self, name: str) -> bool:
         """True where the request has this tensor (operand or output) or this number."""

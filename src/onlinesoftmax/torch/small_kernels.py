@@ -20,7 +20,7 @@ from .fast_path import PREPARED_CALLS, find, is_compiling, keep
 from .formulas import accumulator_of
 from .gradients import is_traced
 from .loss_arguments import Loss, scaled, scaled_weight
-from .prepare import DTYPE_NAMES, aligned
+from .prepare import DTYPE_NAMES, aligned, allocator
 
 Tensor = torch.Tensor
 
@@ -136,14 +136,14 @@ def total_after_losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: L
     reduction = _reduction(x, target, weight, loss, classes, keeps=True)
     keeps = reduction.keeps
     run = _prepared(backend, reduction, x.device, _alignments(target, weight))
-    scalar, pair = _template((), result, x.device), _template((2,), wide, x.device)
+    new = allocator(x.device)
 
     def total(losses: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        out, divisor = torch.empty_like(scalar), torch.empty_like(pair) if keeps else None
+        out, divisor = new((), (), result), new((2,), (1,), wide) if keeps else None
         run(out, {"losses": losses, "target": target, "weight": weight, "divisor": divisor})
         return out, divisor
 
-    return total
+    return on_device(total, x.device)
 
 
 def backend_for(t: Tensor) -> str | None:
@@ -212,32 +212,35 @@ def may_count(target: Tensor, weight: Tensor | None, loss: Loss) -> bool:
 
 
 def _total(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
-    template = _template((), dtype, device)
+    new = allocator(device)
 
     def total(losses: Tensor, target: Tensor, weight: Tensor | None, factor: Tensor | None) -> Tensor:
-        out = torch.empty_like(template)
+        out = new((), (), dtype)
         run(out, {"losses": losses, "target": target, "weight": weight, "count": factor})
         return out
 
-    return total
+    return on_device(total, device)
 
 
 def _factor(run: Run, dtype: torch.dtype, device: torch.device) -> Callable[..., Tensor]:
-    template = _template((2,), dtype, device)
+    new = allocator(device)
 
     def factor(target: Tensor, weight: Tensor | None) -> Tensor:
-        out = torch.empty_like(template)
+        out = new((2,), (1,), dtype)
         run(out, {"target": target, "weight": weight})
         return out
 
-    return factor
+    return on_device(factor, device)
 
 
 @lru_cache(maxsize=4096)
-def _prepared(backend: str, reduction: Reduction, device: torch.device, _alignments: tuple[bool, ...]) -> Run:
-    """The launch of a reduction for tensors of these alignments on a device; the first call specialises the kernel."""
+def _prepared(backend: str, reduction: Reduction, _device: torch.device, _alignments: tuple[bool, ...]) -> Run:
+    """The launch of a reduction for tensors of these alignments on a device, which is then the current one.
+
+    The first call specialises the kernel.
+    """
     run: Run = registry.small_kernels(backend, "reduction").bind(reduction)
-    return on_device(run, device)
+    return run
 
 
 def prepared_sharded(kernel: str, rows: ShardedRows, device: torch.device) -> Callable[[dict[str, Any]], None]:
@@ -261,12 +264,6 @@ def on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., An
             return run(*arguments)
 
     return on_device
-
-
-@cache
-def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor for empty_like, which takes half the host time of empty."""
-    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _ones(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -67,7 +67,7 @@ def mail_words(request: Request) -> dict[str, int]:
 def filled_in(request: Request) -> list[str]:
     """Names of the tensors that a call passes besides x and the first output."""
     given = {"x", request.task.outputs[0]}
-    names = {*request.dtypes, *([REST] if request.rest else [])} - given
+    names = {*request.task.dtypes, *([REST] if request.rest else [])} - given
     return [name for name in POINTERS if name in names]
 
 

@@ -133,7 +133,7 @@ def prologue(request: Request) -> str:
 
 def types_of(request: Request) -> dict[str, str]:
     """C++ types by name: of the elements of each tensor, of the maximum m (ACC) and of a sum (SUM)."""
-    kinds = {name: CPP_TYPES.get(kind, kind) for name, kind in request.dtypes.items()}
+    kinds = {name: CPP_TYPES.get(kind, kind) for name, kind in request.task.dtypes.items()}
     elements = {tensor.type: kinds.get(tensor.name, "int64" if tensor.integer else kinds["x"]) for tensor in TENSORS}
     # A mask's element is a byte, and no tensor's type may depend on whether the tensor is given.
     elements["MASK"] = "unsigned char"
@@ -143,7 +143,7 @@ def types_of(request: Request) -> dict[str, str]:
 
 def vector(request: Request) -> int:
     """Number of elements in a chunk: 16 bytes of x; one where rows are packed, because a row may begin anywhere."""
-    return 1 if request.plan.kernel == PACKED else 16 // ITEMSIZE[request.dtypes["x"]]
+    return 1 if request.plan.kernel == PACKED else 16 // ITEMSIZE[request.task.dtypes["x"]]
 
 
 def kernel_name(request: Request) -> str:
@@ -204,7 +204,7 @@ def _head_unit(request: Request) -> int:
 
     The unit is a cache line where each thread has at most one column of head and tail, and otherwise a chunk.
     """
-    itemsize = ITEMSIZE[request.dtypes["x"]]
+    itemsize = ITEMSIZE[request.task.dtypes["x"]]
     line = CACHE_LINE // itemsize
     return line if request.plan.vector > 1 and request.plan.lanes >= line + vector(request) else vector(request)
 
@@ -279,7 +279,7 @@ def element_tensors(request: Request) -> set[str]:
 
 def constants(request: Request) -> list[tuple[str, str, object]]:
     """(type, name, value) of everything that is compiled into a kernel."""
-    scale = "TENSOR" if "scale" in request.dtypes else "NUMBER" if request.has("scale") else "NONE"
+    scale = "TENSOR" if "scale" in request.task.dtypes else "NUMBER" if request.has("scale") else "NONE"
     return [
         ("Op", "OP", f"Op::{request.operation.name.upper()}"),
         ("Scale", "SCALE", f"Scale::{scale}"),
@@ -330,7 +330,7 @@ def _flags(request: Request) -> dict[str, bool]:
     """Constants that are true or false."""
     plan, task, operation = request.plan, request.task, request.operation
     columns, moved = request.task.cols, element_tensors(request)
-    given = {*operation.row_operands, *operation.call_operands} & {*request.dtypes, *task.numbers}
+    given = {*operation.row_operands, *operation.call_operands} & {*request.task.dtypes, *task.numbers}
     gradient = task.writes_elements and (operation.backward or operation.per_row)
     flags = {
         "WRITES_ELEMENTS": task.writes_elements,
@@ -362,7 +362,7 @@ def _flags(request: Request) -> dict[str, bool]:
     flags |= {f"HAS_{name.upper()}": name in moved for name in ELEMENT_TENSORS}
     # A name with GIVEN_ is an operand with one value per row that is loaded before the row.  dy may also have one value
     # per element, or may be loaded later.
-    early = {*operation.row_operands, *operation.options} & request.dtypes.keys()
+    early = {*operation.row_operands, *operation.options} & request.task.dtypes.keys()
     early -= {"dy"} if request.follows_divisor else set()
     flags |= {f"GIVEN_{tensor.type}": tensor.name in early for tensor in ROW_OPERANDS}
     flags |= {f"HAS_{name.upper()}": name in given for name in ("target", *CALL_TENSORS, *OPERAND_NUMBERS)}

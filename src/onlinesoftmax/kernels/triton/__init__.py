@@ -45,7 +45,7 @@ def compile_request(request: Request, device: Device) -> list[Kernel]:
         raise RuntimeError(reason)
     from .compile import compile_program
 
-    return compile_program(program(request), request.dtypes, device)
+    return compile_program(program(request), request.task.dtypes, device)
 
 
 PLANNED_FOR = KNOWN["h200"]

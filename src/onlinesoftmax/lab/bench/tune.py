@@ -51,7 +51,7 @@ def _compile(request: Request, arch: str) -> None:
     import torch
 
     sizes = (request.task.rows, request.task.cols)
-    x = torch.empty(sizes, dtype=getattr(torch, request.dtypes["x"]), device="cuda")
+    x = torch.empty(sizes, dtype=getattr(torch, request.task.dtypes["x"]), device="cuda")
     first, more = operand_tensors(request, [x] * request.operation.inputs, x)
     try:
         registry.load(request.plan.backend).prepare(request)(x, first, more)
@@ -79,10 +79,10 @@ def operand_tensors(request: Request, inputs: Sequence[Any], y: Any) -> tuple[An
         elif operand.dtype == "integer":
             found[operand.name] = torch.randint(x.shape[1], (x.shape[0], 1), device=x.device)
         else:
-            dtype = getattr(torch, request.dtypes[operand.name])
+            dtype = getattr(torch, request.task.dtypes[operand.name])
             found[operand.name] = torch.ones(x.shape[0], 1, dtype=dtype, device=x.device)
     for output in request.task.written:
-        dtype = getattr(torch, request.dtypes[output.name])
+        dtype = getattr(torch, request.task.dtypes[output.name])
         found[output.name] = y if output.kind == "element" else torch.empty(x.shape[0], dtype=dtype, device=x.device)
     return found.pop(request.task.outputs[0]), found
 
@@ -113,7 +113,7 @@ class Compiler:
             if request.plan.backend == "pallas":
                 # XLA keeps its kernels in the process that compiles them.
                 continue
-            name: Any = (request.operation.name, request.dtypes["x"], request.task.cols, request.plan.blocks)
+            name: Any = (request.operation.name, request.task.dtypes["x"], request.task.cols, request.plan.blocks)
             name = source(request) if request.plan.backend == "cuda" else name
             if name not in self._done:
                 self._done.add(name)
