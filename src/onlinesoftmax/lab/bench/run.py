@@ -114,35 +114,39 @@ def _measure(
     why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
     peak = from_torch("cuda", device.index or 0).bandwidth if device.type == "cuda" else None
 
-    def timed(result: Result) -> Result:
-        if result.who not in samples:
-            return result
-        result, us = with_times(result, samples)
+    def rates(result: Result, us: float) -> dict[str, Any]:
         gbps = case.bytes / us / 1e3
-        return replace(
-            result, gbps=gbps, of_copy=gbps / copy_gbps, copies=us / copy.median_us,
-            utilisation=gbps / peak if peak else None,
-            analysis=analysis.word(gbps / copy_gbps, us, overhead_us, result.plan, *why),
-        )  # fmt: skip
+        return {
+            "gbps": gbps, "of_copy": gbps / copy_gbps, "copies": us / copy.median_us,
+            "utilisation": gbps / peak if peak else None,
+            "analysis": analysis.word(gbps / copy_gbps, us, overhead_us, result.plan, *why),
+        }  # fmt: skip
 
     state = None if clock.kind == "cpu" else "dirty" if case.writes_elements else "clean"
-    return CaseResult(
-        case, None, copy, copy_gbps, [timed(result) for result in checked.results], ours.framework, state, overhead_us
-    )
+    results = with_times(checked.results, samples, rates)
+    return CaseResult(case, None, copy, copy_gbps, results, ours.framework, state, overhead_us)
 
 
-def with_times(result: Result, samples: Samples) -> tuple[Result, float]:
-    """The result of a call with its times, also relative to PyTorch's; and the median in microseconds."""
-    found, others = samples[result.who], samples.get("torch") if result.who != "torch" else None
-    times = Times.of(found)
-    return replace(result, times=times, against_torch=Against.of(found, others) if others else None), times.median_us
+def with_times(
+    results: Sequence[Result], samples: Samples, rates: Callable[[Result, float], dict[str, Any]] = lambda *_: {}
+) -> list[Result]:
+    """The results, each with the times of its call if there are any, also relative to PyTorch's.
+
+    The function rates(result, median in microseconds) gives further fields of a result.
+    """
+    timed = []
+    for result in results:
+        if found := samples.get(result.who):
+            times, others = Times.of(found), samples.get("torch") if result.who != "torch" else None
+            against, more = Against.of(found, others) if others else None, rates(result, times.median_us)
+            result = replace(result, times=times, against_torch=against, **more)
+        timed.append(result)
+    return timed
 
 
 def with_all_times(checked: CaseResult, calls: dict[str, Call], clock: Clock, repeat_ms: float) -> CaseResult:
     """The results of a case with the times of their calls, which no yardstick is measured beside."""
-    samples = clock.measure(calls, repeat_ms) if calls else {}
-    results = [with_times(each, samples)[0] if each.who in calls else each for each in checked.results]
-    return replace(checked, results=results)
+    return replace(checked, results=with_times(checked.results, clock.measure(calls, repeat_ms) if calls else {}))
 
 
 def over_one_read(checked: CaseResult, calls: dict[str, Call], rows: Any, clock: Clock, repeat_ms: float) -> CaseResult:
@@ -159,14 +163,8 @@ def over_one_read(checked: CaseResult, calls: dict[str, Call], rows: Any, clock:
     everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, rows, -1)}
     samples = clock.measure(everything, repeat_ms, Flush(everything))
     read = Times.of(samples[ONE_READ])
-
-    def timed(result: Result) -> Result:
-        if result.who not in calls:
-            return result
-        result, us = with_times(result, samples)
-        return replace(result, of_read=us / read.median_us)
-
-    return replace(checked, results=[timed(each) for each in checked.results], one_read=read)
+    results = with_times(checked.results, samples, lambda _, us: {"of_read": us / read.median_us})
+    return replace(checked, results=results, one_read=read)
 
 
 def check_each(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -79,16 +78,8 @@ def measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: f
     everything = {**calls, THREE_PRODUCTS: three, FOUR_PRODUCTS: four}
     samples = clock.measure(everything, repeat_ms, Flush(before=three))
     products, again = (Times.of(samples[name]) for name in (THREE_PRODUCTS, FOUR_PRODUCTS))
-
-    def timed(result: Result) -> Result:
-        if result.who not in calls:
-            return result
-        result, us = with_times(result, samples)
-        return replace(result, of_products=us / products.median_us)
-
-    return CaseResult(
-        case, results=[timed(each) for each in results], measures=KIND, three_products=products, four_products=again
-    )
+    results = with_times(results, samples, lambda _, us: {"of_products": us / products.median_us})
+    return CaseResult(case, results=results, measures=KIND, three_products=products, four_products=again)
 
 
 def _checked(
