@@ -133,7 +133,7 @@ def losses_of_chunk(
     call = call.with_settings(dtype=signature.result)
     if factor is None:
         return outputs_of(call, ("loss",))[0], None
-    rows, dz = outputs_of(call._replace(beside={**call.beside, "y": operands.x}), ("loss", "y"))
+    rows, dz = outputs_of(call.with_operands(y=operands.x), ("loss", "y"))
     # A shard without columns had one, which the kernel does not write.
     return rows, dz if logits.numel() else logits
 

@@ -88,7 +88,7 @@ def losses(
         call = loss_call(z, target, weight, loss, factor)
         if factor is None:
             return outputs_of(call, ("loss", *more)), None
-        rows, dz, *others = outputs_of(call._replace(beside={**call.beside, "y": z}), ("loss", "y", *more))
+        rows, dz, *others = outputs_of(call.with_operands(y=z), ("loss", "y", *more))
         return (rows, *others), dz
     wrong = None
     if not target.is_floating_point():
