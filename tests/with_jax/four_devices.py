@@ -100,35 +100,6 @@ def test_jit_of_sharded_arrays_gathers_no_row(
         assert dx.sharding.is_equivalent_to(cut["x"].sharding, 2), name
 
 
-def test_sampling_exchanges_numbers_of_rows() -> None:
-    """Thresholds, masses and the best tokens of the devices, but no scores."""
-    f, seed, x = partial(osj.sample, top_k=40, top_p=0.9, min_p=1e-4), np.arange(ROWS), logits(ROWS, COLS)
-    cut = jax.device_put(x, NamedSharding(mesh_of(2, 2), P("d", "v")))
-    program = jax.jit(f).lower(seed, cut).compile()
-    assert_small_exchanges(program, 4 * ROWS)
-    ours, whole = program(seed, cut), f(seed, x)
-    assert ours.token.sharding.is_equivalent_to(NamedSharding(mesh_of(2, 2), P("d")), 1)
-    for one, other in zip(ours[:5], whole[:5], strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_routing_of_sharded_tokens_exchanges_numbers_of_experts() -> None:
-    def loss(x: Any) -> Any:
-        found = osj.route(x, 3, score="sigmoid", bias=jnp.arange(64) / 64, prob_sums=True)
-        return osj.load_balancing_loss(found) + found.weights[:, 0].sum() + osj.router_z_loss(found), found
-
-    x, with_gradient = logits(8 * ROWS, 64), jax.jit(jax.value_and_grad(loss, has_aux=True))
-    cut = jax.device_put(x, NamedSharding(mesh_of(4, 1), P("d")))
-    program = with_gradient.lower(cut).compile()
-    assert_small_exchanges(program, 2 * 64)
-    ((ours, found), dx), ((wanted, whole), whole_dx) = program(cut), with_gradient(x)
-    assert dx.sharding.is_equivalent_to(cut.sharding, 2)
-    np.testing.assert_array_equal(found.indices, whole.indices)
-    np.testing.assert_array_equal(found.counts, whole.counts)
-    np.testing.assert_allclose(ours, wanted, rtol=1e-6)
-    np.testing.assert_allclose(dx, whole_dx, rtol=1e-5, atol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("name", "cols"), [("logsumexp", 2), ("loss", 3), ("tokens without entropy", 3), ("tokens", 4)]
 )  # fmt: skip

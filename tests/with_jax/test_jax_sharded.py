@@ -22,7 +22,7 @@ from onlinesoftmax.jax.exchange import whole_target
 @pytest.mark.early
 @pytest.mark.parametrize("marks", ["not exhaustive", pytest.param("exhaustive", marks=pytest.mark.exhaustive)])
 def test_four_devices(marks: str) -> None:
-    names = "four_devices.py", "four_devices_head.py"
+    names = "four_devices.py", "four_devices_head.py", "four_devices_tokens.py"
     fast_xla.check(names, {"JAX_PLATFORMS": "cpu"} | fast_xla.environment(devices=4), marks)
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import config
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -67,6 +68,26 @@ def result_type(x: Any, shape: tuple[int, ...], dtype: Any) -> Any:
     """
     sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*list(x.sharding.spec)[: len(shape)]))
     return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def take(t: Array, places: Array, axis: int) -> Array:
+    """`take_along_axis`, also along an axis that is sharded on an explicit mesh, which JAX refuses."""
+    return jnp.take_along_axis(unsharded(t, axis), places, axis=axis)
+
+
+def unsharded(t: Array, axis: int | None = None) -> Array:
+    """On an explicit mesh, the array with this axis, or every axis, whole on every device; elsewhere the array."""
+    sharding = jax.typeof(t).sharding
+    spec = [None if axis is None or i == axis % t.ndim else part for i, part in enumerate(sharding.spec)]
+    return resharded(t, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+
+
+def resharded(t: Array, sharding: NamedSharding) -> Array:
+    """On an explicit mesh, the array with this sharding, that of an array type; elsewhere the array."""
+    if jax.typeof(t).sharding.spec == sharding.spec:
+        return t
+    moved: Array = jax.sharding.reshard(t, sharding)
+    return moved
 
 
 def of_plain_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:

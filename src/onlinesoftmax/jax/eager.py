@@ -28,6 +28,7 @@ from ..core.options import scores as scores_of
 from ..kernels.pallas.loss_formulas import COTANGENTS, GRADIENTS
 from ..ops import OPERATIONS
 from ..ops.reference import evaluate
+from . import array_types
 from .exchange import RowStates
 from .signature import Names, Signature, Values
 
@@ -59,7 +60,7 @@ def scores_at(options: ScoreOptions, x: Array, arrays: Mapping[str, Array], colu
 
     def picked(t: Array) -> Array:
         # An array of the score options may have size 1 along any axis.
-        return t if t.shape[-1] == 1 else jnp.take_along_axis(jnp.broadcast_to(t, x.shape), columns, axis=-1)
+        return t if t.shape[-1] == 1 else array_types.take(jnp.broadcast_to(t, x.shape), columns, -1)
 
     return scores(options, picked(x), {name: picked(arrays[name]) for name in options.arrays})
 

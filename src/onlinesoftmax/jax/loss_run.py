@@ -17,7 +17,7 @@ from ..core.options import ScoreOptions
 from ..core.task import Choice
 from ..ops.support import checked_support, excluding, truncated
 from ..planner.plan import PlanError
-from . import custom_op, loss_total
+from . import array_types, custom_op, loss_total
 from .eager import filled, logsumexp_of, scores, scores_at
 from .exchange import signed, whole_target
 from .loss_total import LossReduction
@@ -167,7 +167,7 @@ def run_truncated(
     counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
     token_ids, offsets, n = checked_support(_JAX, TOKEN_LOGPROBS, x, at, support)
     kept = (signed(jnp.asarray(token_ids)), signed(jnp.asarray(offsets)))
-    call = truncated(jnp, jnp.take_along_axis, x, signed(index), at, options, kept, jnp.arange(n))
+    call = truncated(jnp, array_types.take, x, signed(index), at, options, kept, jnp.arange(n))
     # The results of these targets are replaced, and NaN would be an error with `jax_debug_nans`.
     replaced = call.outside if counted is None else call.outside | ~counted
     found = run_tokens(call.x, jnp.where(replaced, 0, call.index), at, call.options, entropy, choice)

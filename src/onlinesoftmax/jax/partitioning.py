@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax._src import dispatch
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ..core.arrays import Array
 
@@ -49,7 +49,8 @@ def by_rows(function: Callable[..., Any], result: Any, has_row: Sequence[bool], 
     shape, (results, kind) = operands[0].shape, jax.tree.flatten(result)
 
     def partition(mesh: Any, arguments: Any, given: Any) -> Any:
-        mesh, shared = arguments[0].sharding.mesh, _along(arguments[0].shape, arguments[0].sharding)
+        mesh = _mesh_of(arguments[0].sharding)
+        shared = _along(arguments[0].shape, arguments[0].sharding, mesh)
         names = names_in(shared[-1])
         shardings = [
             NamedSharding(mesh, PartitionSpec(*_of_axes(t.shape, shape, along_row, shared, [None] * len(t.shape))))
@@ -90,7 +91,7 @@ def by_factors(
         return function({}, *operands)
 
     def partition(mesh: Any, arguments: Any, given: Any) -> Any:
-        mesh = arguments[0].sharding.mesh
+        mesh = _mesh_of(arguments[0].sharding)
         divided: dict[str | None, tuple[str, ...]] = {}
         for t, of_axes in zip(arguments, factors, strict=False):
             for factor, size, part in zip(of_axes, t.shape, _spec(t.shape, t.sharding), strict=True):
@@ -124,16 +125,25 @@ def _of_axes(
     return [shared[i] if i < along and size == of_x[i] else own[i] for i, size in enumerate(shape)]
 
 
-def _along(shape: tuple[int, ...], sharding: Any) -> list[Any]:
+def _along(shape: tuple[int, ...], sharding: Any, mesh: Mesh) -> list[Any]:
     """The mesh axes along which each axis of x is sharded; None for a row that is not cut into equal parts."""
     spec = _spec(shape, sharding)
-    devices = math.prod(sharding.mesh.shape[name] for name in names_in(spec[-1]))
+    devices = math.prod(mesh.shape[name] for name in names_in(spec[-1]))
     return spec if shape[-1] % devices == 0 else [*spec[:-1], None]
+
+
+def _mesh_of(sharding: Any) -> Mesh:
+    """The mesh of a sharding, or one of all its devices.
+
+    An array that was made before `jax.set_mesh` has a sharding without a mesh: each of the devices has all of it.
+    """
+    return getattr(sharding, "mesh", None) or Mesh(sorted(sharding.device_set, key=lambda one: one.id), ("device",))
 
 
 def _spec(shape: tuple[int, ...], sharding: Any) -> list[Any]:
     """An item of a PartitionSpec for each axis of an array."""
-    return [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    spec = getattr(sharding, "spec", ())
+    return [*spec, *[None] * (len(shape) - len(spec))]
 
 
 def names_in(part: Any) -> tuple[str, ...]:

@@ -220,7 +220,10 @@ def _transpose(cotangents: list[Any], *arrays: Any, names: tuple[str, ...], call
     given = {name: dy for name, dy in given.items() if type(dy) is not ad.Zero}
     operands: dict[str, Any] = dict(zip(names, arrays, strict=True))
     aval = operands.pop("dx").aval
-    found = _bind(_GRADIENT, {**operands, **given}, call)[0] if given else ad.Zero(aval)
+    found: Any = ad.Zero(aval)
+    if given:
+        # The result of the primitive is sharded along the tokens alone.
+        found = array_types.resharded(_bind(_GRADIENT, {**operands, **given}, call)[0], aval.sharding)
     return [found if name == "dx" else None for name in names]
 
 

@@ -168,6 +168,7 @@ def _support(ids: Array, kept: Array) -> Support:
 
     Args:
         ids: Ids of the kept tokens, by rising id, and then any number, (rows, n).
+    ids, kept = map(array_types.unsharded, (ids, kept))
         kept: Number of tokens that a row keeps, (rows,).
     """
     n, count = ids.shape[-1], kept.reshape(-1)
