@@ -155,4 +155,15 @@ def test_a_plan_is_logged_when_a_program_is_lowered(caplog: pytest.LogCaptureFix
         osj.softmax(jnp.ones((3, 7, 11)), backend="pallas")
     [line] = caplog.messages
     assert line.startswith("softmax of 3 x 7 x 11 float32 on NVIDIA ")
+def test_a_routing_of_any_number_of_tokens_needs_integers_of_64_bits() -> None:
+    (rows,) = export.symbolic_shape("rows")
+    argument, route = jax.ShapeDtypeStruct((rows, COLS), jnp.float32), jax.jit(lambda x: osj.route(x, 3).indices)
+    with pytest.raises(
+        NotImplementedError, match=r"route: jax\.export with sizes that are symbols needs jax_enable_x64"
+    ):
+        export.export(route)(argument)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(export.export(route)(argument).call(X), route(X))
+
+
     assert "<Plan pallas/row: " in line

@@ -44,6 +44,12 @@ def with_64_bits() -> Iterator[None]:
         yield
 
 
+def check_sizes(name: str, shape: tuple[Any, ...]) -> None:
+    """Raise an error for sizes that are symbols, where JAX computes with them in integers of 32 bits."""
+    if not all(isinstance(size, int) for size in shape) and jnp.result_type(int) != jnp.int64:
+        raise NotImplementedError(f"{name}: jax.export with sizes that are symbols needs jax_enable_x64")
+
+
 def _platform(divides: bool, platform: str, context: Any) -> str:
     """The platform of a lowering; "any" where a program calls none of our kernels.
 

@@ -189,6 +189,7 @@ def route(operands: Values, how: How) -> list[Array]:
     """The results of the primitive."""
     return _bind(_ROUTE, operands, how)
 
+    wide.check_sizes("route", operands["x"].shape)
 
 def _bind(primitive: Any, operands: Values, how: How) -> list[Array]:
     found: list[Array] = primitive.bind(*array_types.alike(tuple(operands.values())), names=tuple(operands), call=how)

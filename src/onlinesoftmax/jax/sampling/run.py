@@ -138,9 +138,7 @@ def _bind(function: Function, operands: Mapping[str, Array | Words | None], **nu
     """The results of a function without a gradient; the operand "x" comes first."""
     words = tuple((name, t.dtype) for name, t in operands.items() if isinstance(t, Words))
     given = {name: t.words if isinstance(t, Words) else t for name, t in operands.items() if t is not None}
-    if not all(isinstance(size, int) for size in given["x"].shape) and jnp.result_type(int) != jnp.int64:
-        # JAX computes with these sizes in the integers of its setting.
-        raise NotImplementedError("sampling: jax.export with sizes that are symbols needs jax_enable_x64")
+    wide.check_sizes(function.name, given["x"].shape)
     arrays = array_types.alike(tuple(jax.lax.stop_gradient(jnp.asarray(t)) for t in given.values()))
     found: list[Array] = _PRIMITIVE.bind(*arrays, names=tuple(given), call=Call(function, words, **numbers))
     return found
