@@ -102,6 +102,21 @@ def test_ranks_need_no_promotion() -> None:
         jax.jit(jax.hessian(lambda x: osj.cross_entropy(x, labels).sum())).lower(x)
 
 
+def test_strict_settings_and_a_search_for_leaks_change_no_call() -> None:
+    x, seed = jnp.ones((3, 6)), jnp.arange(3)
+
+    def total(x: Any) -> Any:
+        sampled = osj.sample(seed, x, top_k=2, top_p=0.9, return_support=2)
+        routed = osj.route(x, 2, prob_sums=True, dense=True)
+        trained = osj.token_logprobs(x, sampled.token, support=sampled.support)
+        checked = osj.verify(1, x[None], jnp.zeros((1, 2), int)).logprobs.sum()
+        losses = osj.load_balancing_loss(routed) + osj.router_z_loss(routed) + osj.topk_logprobs(x, 2).lse.sum()
+        return losses + trained.logprob.sum() + osj.softmax(x, backend="pallas").sum() + checked
+
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.checking_leaks():
+        jax.jit(jax.grad(total)).lower(x)
+
+
 COLS = 40
 X, LABELS = np.random.default_rng(0).standard_normal((5, COLS)).astype(np.float32), np.arange(5, dtype=np.int32)
 
@@ -140,6 +155,17 @@ def test_a_program_for_any_number_of_rows(name: str) -> None:
         np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
 
 
+def test_a_routing_of_any_number_of_tokens_needs_integers_of_64_bits() -> None:
+    (rows,) = export.symbolic_shape("rows")
+    argument, route = jax.ShapeDtypeStruct((rows, COLS), jnp.float32), jax.jit(lambda x: osj.route(x, 3).indices)
+    with pytest.raises(
+        NotImplementedError, match=r"route: jax\.export with sizes that are symbols needs jax_enable_x64"
+    ):
+        export.export(route)(argument)
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(export.export(route)(argument).call(X), route(X))
+
+
 def test_a_forced_kernel_needs_sizes_that_are_known() -> None:
     (rows,) = export.symbolic_shape("rows")
     argument = jax.ShapeDtypeStruct((rows, COLS), jnp.float32)
@@ -155,15 +181,4 @@ def test_a_plan_is_logged_when_a_program_is_lowered(caplog: pytest.LogCaptureFix
         osj.softmax(jnp.ones((3, 7, 11)), backend="pallas")
     [line] = caplog.messages
     assert line.startswith("softmax of 3 x 7 x 11 float32 on NVIDIA ")
-def test_a_routing_of_any_number_of_tokens_needs_integers_of_64_bits() -> None:
-    (rows,) = export.symbolic_shape("rows")
-    argument, route = jax.ShapeDtypeStruct((rows, COLS), jnp.float32), jax.jit(lambda x: osj.route(x, 3).indices)
-    with pytest.raises(
-        NotImplementedError, match=r"route: jax\.export with sizes that are symbols needs jax_enable_x64"
-    ):
-        export.export(route)(argument)
-    with jax.enable_x64(True):
-        np.testing.assert_array_equal(export.export(route)(argument).call(X), route(X))
-
-
     assert "<Plan pallas/row: " in line

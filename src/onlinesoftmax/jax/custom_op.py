@@ -152,8 +152,11 @@ def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: Signat
     if kernel_plan(platform, call, operands) is None:
         return list(run_eager(call, operands).values())
 
+    given = tuple(operands)
+
+    # JAX keeps this function after the trace, whose arrays it must not hold.
     def on_device(axis_name: Names, *arrays: Array) -> list[Array]:
-        of_device, local = partial(run, platform), dict(zip(operands, arrays, strict=True))
+        of_device, local = partial(run, platform), dict(zip(given, arrays, strict=True))
         results = shards.run_shards(of_device, axis_name, call, local) if axis_name else of_device(call, local)
         return [results[name] for name in call.outputs]
 

@@ -360,7 +360,8 @@ def token_logprobs(
     if support is not None:
         if axis_name is not None:
             raise ValueError("token_logprobs: support does not work with axis_name")
-        return loss_run.run_truncated(logits, index, axis, options, entropy, choice, ignore_index, support)
+        with jax.numpy_rank_promotion("allow"):
+            return loss_run.run_truncated(logits, index, axis, options, entropy, choice, ignore_index, support)
     return loss_run.run_tokens(logits, index, axis, options, entropy, choice, axis_name, ignore_index)
 
 

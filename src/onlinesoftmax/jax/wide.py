@@ -39,8 +39,8 @@ FUNCTIONS = formulas.Functions(jnp, lambda t: jax.lax.reduce_precision(t, 8, 23)
 
 @contextmanager
 def with_64_bits() -> Iterator[None]:
-    """A context in which JAX has 64-bit types."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+    """A context in which JAX has 64-bit types, and no settings of the caller for other formulas."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
 
 

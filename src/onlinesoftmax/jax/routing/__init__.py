@@ -83,7 +83,8 @@ def load_balancing_loss(
         >>> print(load_balancing_loss(route(jnp.array([[20.0, 0.0], [0.0, 20.0]]), 1, prob_sums=True)))
         1.0
     """
-    loss: jax.Array = losses.load_balancing_loss(routed, kind, lambda counts: _total(counts, axis_name))
+    with jax.numpy_dtype_promotion("standard"):
+        loss: jax.Array = losses.load_balancing_loss(routed, kind, lambda counts: _total(counts, axis_name))
     return loss
 
 
@@ -102,7 +103,8 @@ def router_z_loss(routed: Routed, *, axis_name: AxisName = None) -> jax.Array:
         >>> print(f"{router_z_loss(route(jnp.zeros((3, 4)), 1)):.4f}")
         1.9218
     """
-    loss: jax.Array = losses.router_z_loss(routed, lambda counts: _total(counts, axis_name))
+    with jax.numpy_dtype_promotion("standard"):
+        loss: jax.Array = losses.router_z_loss(routed, lambda counts: _total(counts, axis_name))
     return loss
 
 

@@ -150,13 +150,15 @@ def _lowered(
     x = arrays[0]
     results = jax.eval_shape(lambda *some: formula(call, dict(zip(names, some, strict=True))), *arrays)
     sides = [[_factor(x, axis, size) for axis, size in enumerate(t.shape)] for t in (*arrays, *results)]
+    tokens = _factor(x, x.ndim - 2, x.shape[-2])
 
+    # JAX keeps this function after the trace, whose arrays it must not hold.
     def on_device(divided: Any, *local: Array) -> list[Array]:
         # The lowering of a part begins after that of the whole.
         with wide.with_64_bits():
             operands = dict(zip(names, local, strict=True))
             found = own_kernels.run(platform, name, operands, partial(formula, call), kernel and partial(kernel, call))
-        several, number = divided.get(_factor(x, x.ndim - 2, x.shape[-2])), totals(call)
+        several, number = divided.get(tokens), totals(call)
         if several and number:
             found = [*found[:-number], *(jax.lax.psum(t, several) for t in found[-number:])]
         return found
@@ -187,9 +189,9 @@ _GRADIENT = _primitive(
 
 def route(operands: Values, how: How) -> list[Array]:
     """The results of the primitive."""
+    wide.check_sizes("route", operands["x"].shape)
     return _bind(_ROUTE, operands, how)
 
-    wide.check_sizes("route", operands["x"].shape)
 
 def _bind(primitive: Any, operands: Values, how: How) -> list[Array]:
     found: list[Array] = primitive.bind(*array_types.alike(tuple(operands.values())), names=tuple(operands), call=how)

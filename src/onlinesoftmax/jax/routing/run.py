@@ -73,6 +73,6 @@ def route(x: Array, operands: Values, rule: Rule, counts: bool, prob_sums: bool,
     counted, total, whole = next(sums) if counts else None, next(sums) if prob_sums else None, None
     if dense:
         # A comparison with every expert; XLA would gather the results of a scatter on every device.
-        own = indices[..., None] == jnp.arange(rule.experts)
+        own = indices[..., None] == jnp.arange(rule.experts).reshape((1,) * indices.ndim + (-1,))
         whole = jnp.where(own, weights[..., None], 0.0).sum(-2)
     return Routed(weights, indices, counted, total, lse.reshape(rows), whole)

@@ -166,12 +166,12 @@ def _support(ids: Array, kept: Array) -> Support:
 
     Args:
         ids: Ids of the kept tokens, by rising id, and then any number, (rows, n).
-    ids, kept = map(array_types.unsharded, (ids, kept))
         kept: Number of tokens that a row keeps, (rows,).
     """
+    ids, kept = map(array_types.unsharded, (ids, kept))
     n, count = ids.shape[-1], kept.reshape(-1)
     count = jnp.where(count <= n, count, 0)
-    offsets, places = jnp.pad(jnp.cumsum(count), (1, 0)), jnp.arange(n)
+    offsets, places = jnp.pad(jnp.cumsum(count), (1, 0)), jnp.arange(n)[None]
     # The unused places write behind the end, so that no size depends on the data.
     at = jnp.where(places < count[:, None], offsets[:-1, None] + places, ids.size)
     return Support(jnp.full(ids.size, -1, jnp.int32).at[at.reshape(-1)].set(ids.reshape(-1), mode="drop"), offsets)
