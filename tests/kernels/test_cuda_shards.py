@@ -95,7 +95,7 @@ def _check(ask: Ask, shards: list[Shard], total: int, dtype: str, terms: bool, f
     values = some_values(ask, a_task(ask, len(targets), total, dtype), targets)
     requests = requests_of(ask, len(targets), dtype, shards, total, terms)
     mail = [np.zeros(MAIL_WORDS, np.uint64) for _ in shards]
-    _compare(ask, shards, total, values, run_shards(requests, values, folder, mail), requests[0].dtypes)
+    _compare(ask, shards, total, values, run_shards(requests, values, folder, mail), requests[0].task.dtypes)
 
 
 @pytest.mark.parametrize(("strategy", "ask", "dtype", "terms"), _cells(), ids=str)
@@ -137,7 +137,7 @@ def test_successive_launches_use_two_sets_of_mailboxes_in_turn(strategy: str, fi
         before = [box.copy() for box in mail]
         number = 0 if replayed else int(mail[0][end]) + 1
         found = run_shards(requests, values, folder, mail, number)
-        _compare(ask, shards, total, values, found, requests[0].dtypes)
+        _compare(ask, shards, total, values, found, requests[0].task.dtypes)
         for box, old in zip(mail, before, strict=True):
             assert (box[by_host] == old[by_host] + (not replayed)).all()
             used = np.flatnonzero((box != old)[:end]) // (end // SETS)
