@@ -229,6 +229,28 @@ def test_kernels_on_chunks(plan: str, split: bool, monkeypatch: pytest.MonkeyPat
         same_with_gradients(ours, theirs.sum() / 14, [x, w, b])
 
 
+def test_a_loss_of_16_bits_takes_the_exponentials_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose result has more digits, and statistics, those of float32; the losses of rows are float32 anyway."""
+    asked: list[torch.dtype] = []
+
+    def outputs_of(call: Any, outputs: tuple[str, ...]) -> Any:
+        asked.append(call.settings.dtype)
+        found = of_kernels(call, outputs)
+        assert found[0].dtype == torch.float32
+        return found
+
+    of_kernels = rows.outputs_of
+    monkeypatch.setattr(rows, "outputs_of", outputs_of)
+    monkeypatch.setattr(rows, "why_not_kernels", lambda *_: None)
+    monkeypatch.setattr(rows, "CHOICE", Choice("triton"))
+    x, w, _, target = head(torch.bfloat16)
+    for given in ({}, {"dtype": torch.float32}, {"return_stats": True}):
+        osm.linear_cross_entropy(x, w, target, **given)  # type: ignore[call-overload]
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        osm.linear_cross_entropy(x.float(), w.float(), target)
+    assert asked == [torch.bfloat16, torch.float32, torch.float32, torch.float32]
+
+
 @pytest.mark.parametrize("memory", [None, MEMORY["columns"]])
 @pytest.mark.parametrize("bias", [True, False])
 def test_log_probabilities_of_a_support(bias: bool, memory: int | None) -> None:

@@ -236,5 +236,6 @@ def test_opcheck(form: str) -> None:
     else:
         operator = ops.linear_cross_entropy.default
         weight, factor = (torch.ones(40, device=DEVICE), None) if form == "each" else (None, ones)
-        arguments = (x, w.detach(), b, target, scale, weight, factor, *numbers, form == "soft", torch.float32, *options)
+        dtypes = torch.float32, torch.float32
+        arguments = (x, w.detach(), b, target, scale, weight, factor, *numbers, form == "soft", *dtypes, *options)
     torch.library.opcheck(operator, arguments)

@@ -21,7 +21,8 @@ class LossCall(NamedTuple):
 
     Attributes:
         head: The tensors; targets that are classes are int64.
-        loss: The options of the loss.
+        loss: The options of the loss.  The dtype of its settings is that of the result where it is of 16 bits: the
+            losses of rows are wider, and need no more digits than it.
         factor: Factor of the loss of each token, in the dtype of the sums: its weight.
         dtype: Dtype of the result.
         memory, sum_dtype: The arguments `memory` and `acc_dtype`.

@@ -113,9 +113,9 @@ def _fake_gradients(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: 
 
 def _losses(*arguments: Any) -> Tensors:
     x, weight, bias, target, scale, class_weight, factor, *numbers = arguments
-    ignore_index, smoothing, z_loss, stats, acc_dtype, number, softcap, memory, *wanted = numbers
+    ignore_index, smoothing, z_loss, stats, acc_dtype, dtype, number, softcap, memory, *wanted = numbers
     wide, options, soft = accumulator_of(x.dtype, x.dtype), _options(scale, number, softcap), target.is_floating_point()
-    loss = Loss(Settings(1, wide, False, ANY), ignore_index, "none", smoothing, z_loss, options)
+    loss = Loss(Settings(1, dtype, False, ANY), ignore_index, "none", smoothing, z_loss, options)
     whole_rows = formulas.needs_whole_rows(loss, target, class_weight, stats)
     in_place = acc_dtype.itemsize < wide.itemsize
     plan = _plan("linear_cross_entropy", x, weight, memory, wanted, whole_rows=whole_rows, in_place=in_place)
@@ -210,7 +210,7 @@ def _backward_of_losses(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]
             wanted = ctx.needs_input_grad[:3]
             gradients = _operators().linear_cross_entropy(*ctx.saved_tensors, dy, *numbers, *wanted)[4:]
             found = [g if one else None for g, one in zip(gradients, wanted, strict=True)]
-    return (*found, *(None,) * 15)
+    return (*found, *(None,) * 16)
 
 
 def _save_known(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -256,7 +256,7 @@ _define(
 _define(
     "linear_cross_entropy",
     f"({HEAD}, Tensor? class_weight, Tensor? factor, int ignore_index, float smoothing, float z_loss, bool stats, "
-    f"ScalarType acc_dtype, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"ScalarType acc_dtype, ScalarType dtype, {OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     _losses, _fake_losses, _backward_of_losses, _save_losses,
 )  # fmt: skip
 _define(

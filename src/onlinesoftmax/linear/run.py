@@ -71,7 +71,8 @@ def checked_loss(
     check_dtype(f"{name}()", dtype)
     wide = accumulator_of(head.input.dtype, head.input.dtype)
     dtype = dtype or (wide if is_autocast(head.input) else head.input.dtype)
-    loss = Loss(Settings(1, wide), ignore_index, reduction, smoothing, z_loss, options)
+    of_rows = dtype if dtype.itemsize < wide.itemsize else wide
+    loss = Loss(Settings(1, of_rows), ignore_index, reduction, smoothing, z_loss, options)
     if not head.target.is_floating_point():
         # In a narrow dtype, a comparison with the number of classes would be modulo its range.
         head = head._replace(target=signed(head.target).long())

@@ -37,7 +37,7 @@ def losses(call: LossCall, weight: Tensor | None, stats: bool) -> tuple[Tensor, 
         return y if each else y.sum(), found
     loss = with_constants(loss) if torch.compiler.is_dynamo_compiling() else loss
     scale, options = _scale_and_options(head, loss.options, call.memory)
-    numbers = loss.ignore_index, loss.smoothing, loss.z_loss, stats, call.sum_dtype
+    numbers = loss.ignore_index, loss.smoothing, loss.z_loss, stats, call.sum_dtype, loss.settings.dtype
     y, *found = _operators().linear_cross_entropy(
         head.input, head.weight, head.bias, target, scale, weight, factor if known else None, *numbers, *options
     )
