@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import cuda_simulator
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.routing import reference
@@ -78,6 +80,22 @@ def test_groups_of_adjacent_lanes(
         assert shape is not None
         assert shape.group_lanes
         check(call, folder)
+
+
+def test_near_keys_decide_between_groups_beside_lanes_without_experts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    libraries, load, call = [], cuda_simulator.load_kernel, "if (!found) hits_of<false>("
+
+    def counting(text: str, folder: Path) -> Any:
+        assert call in text
+        counted = text.replace(call, "if (!found) ++exact_choices, hits_of<false>(")
+        libraries.append(load('extern "C" long exact_choices = 0;\n' + counted, folder))
+        return libraries[-1]
+
+    monkeypatch.setattr(cuda_simulator, "load_kernel", counting)
+    check(a_call(logits(24, 96), 5, bias=a_bias(96), score="sigmoid", groups=6, group_k=3), folder)
+    assert not ctypes.c_long.in_dll(libraries[0], "exact_choices").value
 
 
 @pytest.mark.parametrize(
@@ -154,10 +172,22 @@ def test_16_bit_logits_and_ties(dtype: torch.dtype, experts: int, folder: Path) 
 def test_scores_whose_sum_has_no_finite_reciprocal(folder: Path) -> None:
     call = a_call(torch.full((24, 8), -95.0), 2, score="sigmoid")
     check(call, folder)
-    sums = torch.linspace(-1, 1, 8).unsqueeze(0)
     found = reference.found_at(call, reference.choose(call))
     # A probability is s / sum, so its derivative is s (dp - mean of dp) / sum, with slopes that are the scores.
-    near(simulated_gradient(call, found, Gradients(None, sums, None), folder), (sums - sums.mean()).expand(24, 8) / 8)
+    for sums in (torch.linspace(-1, 1, 8).unsqueeze(0), torch.linspace(0, 1, 8).unsqueeze(0)):
+        want = (sums - sums.mean()).expand(24, 8) / 8
+        for unit in (1, 1e-3):  # products of the scores and 1e-3 have few bits in float32
+            got = simulated_gradient(call, found, Gradients(None, sums * unit, None), folder)
+            near(got / unit, want)
+
+
+def test_slopes_that_are_subnormal_numbers(folder: Path) -> None:
+    """Equal weights have the derivative w (dw - mean of dw), although slopes and scores have few bits."""
+    call = a_call(torch.full((24, 4), -100.0), 4, score="sigmoid")
+    given = Gradients(torch.linspace(0, 1, 4).mul(1e-2).repeat(24, 1), None, None)
+    found, want = reference.found_at(call, reference.choose(call)), (given.weights - given.weights.mean()) / 4
+    near(reference.gradient(call, found, given) * 100, want * 100)
+    near(simulated_gradient(call, found, given, folder) * 100, want * 100)
 
 
 @pytest.mark.parametrize("renormalize", [True, False])
@@ -172,9 +202,16 @@ def test_logits_far_from_0(renormalize: bool, folder: Path) -> None:
         near(got.lse, exact.logsumexp(1), 2e-7)
         assert got.prob_sums is not None
         near(got.prob_sums, exact.softmax(1).sum(0, keepdim=True))
-        weights = exact.gather(1, got.indices.long())
-        # Without renormalisation, a weight is exp(x - lse), in which lse is rounded.
-        near(got.weights, weights.softmax(1) if renormalize else want.weights)
+        chosen = got.indices.long()
+        weights = exact.gather(1, chosen).softmax(1) if renormalize else exact.softmax(1).gather(1, chosen)
+        near(got.weights, weights)
+        near(want.weights, weights)
+
+
+def test_a_scale_beyond_the_reciprocal_of_a_term(folder: Path) -> None:
+    """The largest term is 2^-64 here, whose reciprocal times the scale is infinite."""
+    call = a_call(torch.tensor([[1073640192.0, 0.0]]).repeat(8, 1), 1, scale=1e20)
+    near(simulated(call, folder, 2).weights / 1e20, torch.ones(8, 1))
 
 
 def test_the_largest_logit_may_be_in_a_group_that_is_left_out(folder: Path) -> None:

@@ -261,6 +261,22 @@ def test_scores_of_both_signs_that_add_up_to_0() -> None:
     assert dx[1].any()
 
 
+def test_softmax_of_all_logits_does_not_depend_on_their_offset() -> None:
+    """Softmax is not exp(x - lse), since lse is rounded; and an expert that is out brings no NaN into derivatives."""
+    x, w = torch.tensor([[2.0**24, 2.0**24], [1000.0, 999.0], [-100.0, -torch.inf]]), 1 / (1 + np.exp(-1))
+    weights, slopes = [[0.5, 0.5], [w, 1 - w], [1, 0]], [[0.25, -0.25], [w * (1 - w), -w * (1 - w)], [0, 0]]
+    for count in (2, 3):  # a CPU takes fewer steps where all logits are finite
+        rows = x[:count].clone().requires_grad_()
+        found = osm.route(rows, 2, renormalize=False, prob_sums=True)
+        others = (osm.route(t, 2, renormalize=False).weights for t in (x[:count], x[:count].numpy()))
+        for own in (found.weights.detach(), *others):
+            np.testing.assert_allclose(own, weights[:count], rtol=2e-7)
+        for create_graph in (False, True):
+            for first in (found.weights[:, 0], found.prob_sums[0]):
+                (dx,) = torch.autograd.grad(first.sum(), rows, retain_graph=True, create_graph=create_graph)
+                np.testing.assert_allclose(dx.detach(), slopes[:count], rtol=1e-6, atol=1e-7)
+
+
 def test_losses_of_numpy_arrays_have_their_dtype_and_raise_nothing() -> None:
     x = np.full((2, 5, 4), -90.0, np.float32)
     x[..., 1] = 0

@@ -93,6 +93,14 @@ def test_gradients_are_those_of_torch(given: dict[str, Any]) -> None:
     np.testing.assert_allclose(along, (wanted * z).sum().item(), rtol=1e-4)
 
 
+def test_softmax_of_all_logits_does_not_depend_on_their_offset() -> None:
+    x = jnp.array([[2.0**24, 2.0**24], [-100.0, -jnp.inf]], jnp.float32)
+    assert osj.route(x, 2, renormalize=False).weights.tolist() == [[0.5, 0.5], [1, 0]]
+    dx = jax.grad(lambda x: osj.route(x, 2, renormalize=False).weights[:, 0].sum())(x)
+    assert dx.tolist() == [[0.25, -0.25], [0, 0]]
+    assert jax.grad(lambda x: osj.route(x, 2, prob_sums=True).prob_sums[0])(x[1:]).tolist() == [[0, 0]]
+
+
 def test_float64_and_bfloat16() -> None:
     x = hard_logits(1, 64, 12)
     given: dict[str, Any] = {"score": "sigmoid", "bias": BIAS, "groups": 4, "group_k": 2}

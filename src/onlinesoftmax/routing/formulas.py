@@ -9,7 +9,8 @@ the choice of experts is the same to the last bit (selection.py).
     excluded    An expert is excluded where its logit or its bias is -inf.  A token chooses it only if too few others
                 are left; then it is counted, and has weight 0.  Of given experts, those outside 0 ... E - 1 become -1:
                 they are not counted, and have weight 0.
-    score       softmax: exp(x - lse).  sigmoid: 1 / (1 + exp(-x)).  sqrtsoftplus: sqrt(log(1 + exp(x))).  identity: x.
+    score       softmax: exp(x - m) / sum(exp(x - m)), with m the largest logit.  sigmoid: 1 / (1 + exp(-x)).
+                sqrtsoftplus: sqrt(log(1 + exp(x))).  identity: x.
     weight      scale * score.  With `renormalize`, scale * score / (sum of the scores of the chosen experts that are
                 not excluded), and 0 where the sum is 0.  For softmax this is the softmax of the chosen logits, so that
                 no sum underflows; topk_first with softmax always is.
@@ -96,19 +97,21 @@ def results_of(
     # The logits of a token that is not valid may be anything.
     x = of_valid(x)
     picked, out, p = of.take(x, places), None, None
+    of_all = rule.score is Score.SOFTMAX and not rule.of_chosen
     if finite and of.softmax is not None:
         p = of.softmax(x)
         # The largest logit has the probability 1 / sum(exp(x - m)).
         lse = xp.max(x, -1) - xp.log(xp.max(p, -1))
     else:
-        lse, out = logsumexp(of, x), (picked == -math.inf) | is_out(of, bias, places)
+        terms, total, lse = terms_of(of, x)
+        if rule.score is Score.SOFTMAX and (of_all or with_probabilities):
+            p = _quotient(xp, x, terms, total)
+        out = (picked == -math.inf) | is_out(of, bias, places)
         out = out if complete else out | (indices < 0)
-    weights = weights_of(of, picked, out, lse, rule)
-    if not with_probabilities:
-        p = None
-    elif p is None or rule.score is not Score.SOFTMAX:
-        p = of_valid(probabilities(of, x, lse, rule))
-    return Found(weights, p, of_valid(lse))
+    weights = weights_of(of, of.take(p, places) if of_all else picked, out, rule)
+    if with_probabilities and rule.score is not Score.SOFTMAX:
+        p = probabilities(of, x, rule)
+    return Found(weights, of_valid(p) if with_probabilities else None, of_valid(lse))
 
 
 def is_out(of: Functions, bias: Array | None, places: Array) -> Array | bool:
@@ -119,14 +122,13 @@ def is_out(of: Functions, bias: Array | None, places: Array) -> Array | bool:
     return excluded
 
 
-def weights_of(of: Functions, x: Array, out: Array | None, lse: Array, rule: Rule) -> Array:
+def weights_of(of: Functions, x: Array, out: Array | None, rule: Rule) -> Array:
     """The weights of chosen experts, (..., k).
 
     Args:
         of: Functions of the library.
-        x: Their logits, (..., k).
+        x: Their logits, (..., k); for the softmax of all logits, their probabilities.
         out: True for those without a weight, (..., k); None where all are finite and have one.
-        lse: Logsumexp of all logits, (..., 1).
         rule: How they are weighted.
     """
     xp = of.xp
@@ -141,7 +143,7 @@ def weights_of(of: Functions, x: Array, out: Array | None, lse: Array, rule: Rul
         if rule.of_chosen:
             scores = xp.exp(x - of.constant(shift(xp, xp.max(of_chosen(x, -math.inf), -1))))
         elif rule.score is Score.SOFTMAX:
-            scores = xp.exp(x - lse)
+            scores = x
         else:
             scores = score_of(of, x, rule)
         scores = of_chosen(scores)
@@ -164,32 +166,32 @@ def score_of(of: Functions, x: Array, rule: Rule) -> Array:
     return xp.where(low, xp.exp(xp.where(low, x, 0.0) * 0.5), of.sqrt(xp.where(low, 1.0, softplus)))
 
 
-def logsumexp(of: Functions, x: Array) -> Array:
-    """Logsumexp of logits (..., experts), (..., 1): -inf if all are -inf."""
+def terms_of(of: Functions, x: Array) -> tuple[Array, Array, Array]:
+    """The terms exp(x - m) of logits (..., experts), their sum (..., 1), and the logsumexp, -inf if all are -inf.
+
+    The least sum is 1, but 0 if all are -inf: then 1 takes its place, as a divisor.
+    """
     xp = of.xp
     m = of.constant(shift(xp, xp.max(x, -1)))
-    total = xp.sum(xp.exp(x - m), -1)
-    return xp.where(total == 0, -math.inf, m + xp.log(_divisor(xp, total)))
+    terms = xp.exp(x - m)
+    total = xp.sum(terms, -1)
+    divisor = _divisor(xp, total)
+    return terms, divisor, xp.where(total == 0, -math.inf, m + xp.log(divisor))
 
 
-def probabilities(of: Functions, x: Array, lse: Array, rule: Rule, finite: bool = False) -> Array:
-    """The probability of each expert, (..., experts).
-
-    Args:
-        of: Functions of the library.
-        x: Logits (..., experts).
-        lse: Their logsumexp (..., 1).
-        rule: The rule of the call.
-        finite: True where the caller knows that lse is finite, for softmax.
-    """
-    if finite and rule.score is Score.SOFTMAX:
-        return of.xp.exp(x - lse)
+def probabilities(of: Functions, x: Array, rule: Rule) -> Array:
+    """The probability of each expert, (..., experts), of logits x of this shape."""
+    if rule.score is Score.SOFTMAX:
+        return _quotient(of.xp, x, *terms_of(of, x)[:2])
     xp, out = of.xp, x == -math.inf
     x = xp.where(out, 0.0, x)
-    if rule.score is Score.SOFTMAX:
-        return xp.where(out, 0.0, xp.exp(x - xp.where(lse == -math.inf, 0.0, lse)))
     scores = xp.where(out, 0.0, score_of(of, x, rule))
     return scores if rule.score is Score.IDENTITY else scores / _divisor(xp, xp.sum(scores, -1))
+
+
+def _quotient(xp: Any, x: Array, terms: Array, total: Array) -> Array:
+    """The softmax of logits x by their terms, 0 for -inf in a row with NaN too."""
+    return xp.where(x == -math.inf, 0.0, terms / total)
 
 
 def _divisor(xp: Any, total: Array) -> Array:

@@ -77,6 +77,11 @@ def _is_finite(*tensors: Tensor | None) -> bool:
     return all(t is None or (is_readable(t) and math.isfinite(t.sum().item())) for t in tensors)
 
 
+def _is_small(lse: Tensor) -> bool:
+    """True where the host can read that lse is finite and its rounding errors, |lse| * 2^-24 in float32, are small."""
+    return is_readable(lse) and bool((lse.abs() < 64).all())
+
+
 def _wide(x: Tensor) -> Tensor:
     """Logits in the dtype of the arithmetic."""
     return x if x.dtype == torch.float32 or x.dtype == torch.float64 else x.float()
@@ -220,7 +225,7 @@ def gradient(call: Call, found: Routed, given: Gradients, complete: bool = False
             factor = -total if factor is None else factor - total
     of_softmax = dp is not None and rule.score is Score.SOFTMAX
     if factor is not None or of_softmax:
-        p = formulas.probabilities(of, x, lse, rule._replace(score=Score.SOFTMAX), _is_finite(lse))
+        p = (x - lse).exp() if _is_small(lse) else formulas.probabilities(of, x, rule._replace(score=Score.SOFTMAX))
         if of_softmax:
             centered = (p * dp).sum(1, keepdim=True)
             dx = p * (dp - (centered if factor is None else centered - factor))
@@ -263,10 +268,12 @@ def _of_weights(call: Call, x: Tensor, found: Routed, dw: Tensor) -> tuple[Tenso
     out = (found.indices < 0) | (picked == -math.inf) | formulas.is_out(of, call.bias, places)
     picked = picked.masked_fill(out, 0.0)
     dq = (dw * rule.scale).masked_fill(out, 0.0)
-    total = (w * dw).masked_fill(out, 0.0).sum(1, keepdim=True)
+    total, slope = (w * dw).masked_fill(out, 0.0).sum(1, keepdim=True), _slope(picked, rule)
     if rule.renormalize:
-        dq = (dq - total) / _sum_of(formulas.score_of(of, picked, rule).masked_fill(out, 0.0))
-    return (_slope(picked, rule) * dq).masked_fill(out, 0.0), total
+        # The slope comes first: the product of it and dq may be subnormal.
+        slope = slope / _sum_of(formulas.score_of(of, picked, rule).masked_fill(out, 0.0))
+        dq = dq - total
+    return (slope * dq).masked_fill(out, 0.0), total
 
 
 def _of_probabilities(x: Tensor, rule: Rule, dp: Tensor) -> Tensor:
@@ -278,7 +285,7 @@ def _of_probabilities(x: Tensor, rule: Rule, dp: Tensor) -> Tensor:
     scores = formulas.score_of(of, x, rule).masked_fill(out, 0.0)
     total = _sum_of(scores)
     centered = dp - (scores / total * dp).sum(1, keepdim=True)
-    return (_slope(x, rule) * centered / total).masked_fill(out, 0.0)
+    return (_slope(x, rule) / total * centered).masked_fill(out, 0.0)
 
 
 def _sum_of(scores: Tensor) -> Tensor:
@@ -291,8 +298,9 @@ def _slope(x: Tensor, rule: Rule) -> Tensor:
     """The derivative of the score of each logit."""
     if rule.score is Score.IDENTITY:
         return torch.ones_like(x)
-    sigmoid = x.sigmoid()
     if rule.score is Score.SIGMOID:
-        return sigmoid * (-x).sigmoid()
+        # The sigmoid of PyTorch's operation is 0 below -89.
+        t = (-x.abs()).exp()
+        return t / (1.0 + t).square()
     s, low = formulas.score_of(functions(), x, rule), x < formulas.LOWEST
-    return torch.where(low, s * 0.5, sigmoid / (2.0 * s.masked_fill(low, 1.0)))
+    return torch.where(low, s * 0.5, x.sigmoid() / (2.0 * s.masked_fill(low, 1.0)))

@@ -1,6 +1,7 @@
 // The sum of the threads of a block.
 
 constexpr int WARPS = THREADS / 32;
+static_assert(THREADS % 32 == 0);
 
 // Returns the sum over the threads of the block to each of them; the warps are added in their order.  All threads call it.
 // `of_warps` is in shared memory, and a barrier must come before its next use.

@@ -15,6 +15,7 @@ struct alignas(16) FourKeys {
 template <class By>
 __device__ inline void rank_list(const TeamMemory& memory, int count, const By& by_what) {
     constexpr bool ONCE = AT_ONCE_KEYS >= CAPACITY;
+    constexpr int USUAL = (3 * LENGTH / 2 + 3) / 4 * 4;   // keys that a short list hardly ever exceeds
     unsigned* const keys = reinterpret_cast<unsigned*>(memory.list);
     const unsigned* const experts = keys + CAPACITY;
     const int lane = threadIdx.x % TEAM, end = ONCE ? CAPACITY : (count + 3) / 4 * 4;
@@ -46,7 +47,7 @@ __device__ inline void rank_list(const TeamMemory& memory, int count, const By& 
     if (fast) {
 #pragma unroll (ONCE ? CAPACITY / 4 : 1)
         for (int j = 0; j < end; j += 4) {
-            if (ONCE && j == 3 * LENGTH / 2 && all_teams(count <= j)) break;   // a short list is rarely longer
+            if (ONCE && j == USUAL && all_teams(count <= j)) break;
             const FourKeys four = reinterpret_cast<const FourKeys&>(keys[j]);
 #pragma unroll
             for (int i = 0; i < 4 * EACH; ++i) rank[i / 4] = add_above(rank[i / 4], four.of[i % 4], own[i / 4]);

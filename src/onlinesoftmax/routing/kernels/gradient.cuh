@@ -43,18 +43,23 @@ template <class Load> __device__ inline float spread_chosen(
         shift = Shift(fold_team<Maximum>(peak, board));
     }
     if (RENORMALIZE) {
-        chosen.each([&](const Chosen& one, int) { sum += score_of(one, shift, lse); });
+        chosen.each([&](const Chosen& one, int) { sum += score_of(one, shift); });
         sum = fold_team<Sum>(sum, board);
     }
     const float divisor = RENORMALIZE && sum != 0 ? sum : 1;
+    // Without OF_CHOSEN, softmax is exp(x - lse) with the rounded lse: relative errors are |lse| * 2^-24.
+    const auto quotient_of = [&](const Chosen& one) {
+        if (SPREADS) return one.excluded ? 0 : exp(one.x - lse);
+        return score_of(one, shift) / divisor;
+    };
     const auto gradient_of = [&](const Chosen& one) { return one.excluded ? 0 : one.dweight * scale; };
-    chosen.each([&](const Chosen& one, int) { total += score_of(one, shift, lse) / divisor * gradient_of(one); });
+    chosen.each([&](const Chosen& one, int) { total += quotient_of(one) * gradient_of(one); });
     total = fold_team<Sum>(total, board);
     const auto part_of = [&](const Chosen& one) {
         if (one.excluded) return 0.0f;
         const float dq = gradient_of(one);
-        if (SCORE == Score::SOFTMAX) return score_of(one, shift, lse) / divisor * (RENORMALIZE ? dq - total : dq);
-        return RENORMALIZE && sum == 0 ? 0 : slope(one.x) * (RENORMALIZE ? dq - total : dq) / divisor;
+        if (SCORE == Score::SOFTMAX) return quotient_of(one) * (RENORMALIZE ? dq - total : dq);
+        return RENORMALIZE && sum == 0 ? 0 : slope(one.x) / divisor * (RENORMALIZE ? dq - total : dq);
     };
     // Given experts may be equal: then another number than its own lies at the place of an expert.
     chosen.each([&](const Chosen& one, int j) {
@@ -87,7 +92,7 @@ template <class Load> __device__ inline float spread_chosen(
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 route_gradient_kernel(const __grid_constant__ RouteGradient p) {
-    extern __shared__ uint64 memory[];
+    extern __shared__ uint4 memory[];
     __shared__ unsigned of_warps[2][WARPS];
     Board board{of_warps, 0};
     const int team = threadIdx.x / TEAM, experts = int(p.experts);
@@ -152,7 +157,11 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) z[i] *= HAS_DPROB_SUMS ? fma(of_sums, dp[i], factor) : factor;
         } else {
+            // Products with tiny scores would be subnormal, and the reciprocal of their sum infinite.
+            const float up = SCORE != Score::IDENTITY && lse < -32 ? 0x1p100f : 1;
             float sum = 0;
+#pragma unroll
+            for (int i = 0; i < ITEMS; ++i) dp[i] *= up;
             if (SCORE != Score::IDENTITY) {
 #pragma unroll
                 for (int i = 0; i < ITEMS; ++i) {
@@ -161,13 +170,12 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
                 }
                 sum = fold_team<Sum>(sum, board), total = fold_team<Sum>(total, board);
             }
-            const float up = SCORE == Score::IDENTITY ? 1 : scale_up(sum);
             const float inverse = SCORE == Score::IDENTITY ? 1 : sum == 0 ? 0 : 1 / (sum * up);
-            total = SCORE == Score::IDENTITY ? 0 : of_sums * total * up * inverse;
+            total = SCORE == Score::IDENTITY ? 0 : of_sums * total * inverse * up;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
                 const float p = z[i] == -INF || !SOFTMAX ? 0 : term_of(z[i], m) * factor;
-                z[i] = z[i] == -INF ? 0 : p + slope(z[i]) * up * fma(of_sums, dp[i], -total) * inverse;
+                z[i] = z[i] == -INF ? 0 : p + slope(z[i]) * fma(of_sums, dp[i], -total) * inverse;
             }
         }
         if (!valid) {

@@ -104,7 +104,8 @@ __device__ inline unsigned items_of_near_groups(const Route& p, float (&keys)[IT
     const BestTwo best = best_of_group(keys);
     const float score = score_of_group(best, int(p.group_top));
     const float error = 2 * (error_of_key(best.first) + (best.second == -INF ? 0 : error_of_key(best.second)));
-    const float high = score + error, low = score - error;
+    // A group without a key, as behind the end of the row, has the error inf; -inf + inf would be NaN.
+    const float high = score == -INF ? -INF : score + error, low = score - error;
     int above = 0, perhaps = 0;   // groups with larger scores, and with scores that may be larger
 #pragma unroll
     for (int mask = 1; mask < TEAM; ++mask)

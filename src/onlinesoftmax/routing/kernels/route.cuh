@@ -36,21 +36,25 @@ __device__ inline bool write_token(
     }
     // Scores that are divided by their sum need no lse, so that both sums travel between the lanes at the same time.
     float of_chosen = 0;
-    if (RENORMALIZE) chosen.each([&](const Chosen& one, int) { of_chosen += score_of(one, shift, 0); });
+    if (RENORMALIZE) chosen.each([&](const Chosen& one, int) { of_chosen += score_of(one, shift); });
     sum = fold_team<Sum>(sum, board);
     if (RENORMALIZE) of_chosen = fold_team<Sum>(of_chosen, board);
     lse = of_all.log_of_sum(sum);
-    // A sum of 0 gives weights of 0.  The sum of softmax is at least about 1, so that its reciprocal is a normal number.
-    const float divisor = !RENORMALIZE ? 1 : of_chosen != 0 ? of_chosen : INF;
-    const float inverse = OF_CHOSEN ? rough_reciprocal(divisor) * scale : scale;
+    // A sum of 0 gives weights of 0.
+    const float divisor = !RENORMALIZE ? sum : of_chosen != 0 ? of_chosen : INF;
+    // Softmax is not exp(x - lse), since lse is rounded.  Its terms and their sums are 2^-64 to 2^77 (Shift): the quotient
+    // comes before the scale.
+    const float inverse = SCORE == Score::SOFTMAX ? rough_reciprocal(divisor) : 1;
     if (!inside) return false;
     Chunk<float, TOGETHER> some_weights;
     Chunk<int, TOGETHER> some_indices;
     chosen.each([&](const Chosen& one, int j) {
         const int i = j % TOGETHER;
         const uint64 first = uint64(token) * K + (j - i);
-        const float score = score_of(one, shift, lse);
-        some_weights.at[i] = valid && !one.excluded ? (OF_CHOSEN ? score : score / divisor) * inverse : 0;
+        float score = score_of(one, shift);
+        if (SCORE == Score::SOFTMAX) score *= inverse;
+        else if (RENORMALIZE) score /= divisor;
+        some_weights.at[i] = valid && !one.excluded ? score * scale : 0;
         some_indices.at[i] = valid ? one.expert : -1;
         if (COUNTS && valid && (!REPLAY || one.expert >= 0)) atomicAdd(&counts[one.expert], 1);
         if (i < TOGETHER - 1) return;

@@ -98,6 +98,7 @@ __device__ inline void sort_heads(float (&heads)[HEADS]) {
 
 // Lists of the largest heads are sorted by falling size: each has LENGTH of them, HELD in each of LISTED adjacent lanes.
 constexpr int LENGTH = K > 8 ? 16 : K > 4 ? 8 : K > 2 ? 4 : K;
+static_assert(!SHORT || K <= 16);
 constexpr bool LONG_HEADS = HEADS >= LENGTH;   // a lane has heads for a list
 constexpr int HELD = LENGTH == 1 ? 1 : LONG_HEADS ? LENGTH / 2 : HEADS, LISTED = LENGTH / HELD;
 
@@ -250,13 +251,13 @@ __device__ inline unsigned items_by_bits(float (&keys)[ITEMS], unsigned items, B
         const int count = count_words(keys, found | bit, board);
         if (!few && count >= K) found |= bit, few = count <= CAPACITY;
     }
-    int last = 1 << 13;   // no expert is beyond
+    int last = 1 << EXPERT_BITS;   // no expert is beyond
     if (!all_teams(few)) {
         // More equal keys than there is room for: those of the lowest experts.
         const int above = count_words(keys, found + 1, board), missing = K - (found == ~0u ? 0 : above);
         int before = -1;   // too few experts up to it
 #pragma unroll 1
-        for (int step = 1 << 12; step; step /= 2)
+        for (int step = 1 << EXPERT_BITS - 1; step; step /= 2)
             if (count_equal(keys, found, before + step, board) < missing) before += step;
         if (!few) last = before + 1;
     }

@@ -90,9 +90,8 @@ struct Shift {
     }
 };
 
-// The score of a chosen expert: with OF_CHOSEN, in units of exp(shift.m).
-__device__ inline float score_of(const Chosen& one, const Shift& shift, float lse) {
+// The score of a chosen expert; of softmax the term, which is still to be divided by a sum of terms.
+__device__ inline float score_of(const Chosen& one, const Shift& shift) {
     if (one.excluded) return 0;
-    if (SCORE != Score::SOFTMAX) return score(one.x);
-    return OF_CHOSEN ? shift.term(one.x) : exp(one.x - lse);
+    return SCORE == Score::SOFTMAX ? shift.term(one.x) : score(one.x);
 }
