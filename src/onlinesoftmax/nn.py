@@ -20,6 +20,7 @@ from typing import Any, Generic, TypeVar
 
 from . import api
 from .core.annotations import FullyMasked, Reduction
+from .core.arguments import check_flags
 from .core.options import checked_options
 from .core.wrong_calls import hinting
 from .kernels.registry import needing
@@ -52,8 +53,7 @@ class _WithOptions(torch.nn.Module):
         name = type(self).__name__
         if isinstance(scale, torch.Tensor):
             raise TypeError(f"{name}(): scale must be a number; pass a tensor to the function, which does not keep it")
-        if not isinstance(batch_invariant, bool):
-            raise TypeError(f"{name}(): batch_invariant must be a bool, not {type(batch_invariant).__name__}")
+        check_flags(f"{name}()", batch_invariant=batch_invariant)
         checked_options(name, scale, softcap, None, None, causal, fully_masked)
         self.scale, self.causal, self.softcap = scale, causal, softcap
         self.fully_masked, self.batch_invariant = fully_masked, batch_invariant

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .. import ops
-from ..core.arguments import Library
+from ..core.arguments import Library, check_flags
 from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
@@ -109,8 +109,7 @@ def run_tokens(
 ) -> TokenLogprobs:  # fmt: skip
     """The results of every row; the arguments are those of the public function, not checked."""
     custom_op.check(TOKEN_LOGPROBS, choice)
-    if not isinstance(entropy, bool):
-        raise TypeError(f"{TOKEN_LOGPROBS}: entropy must be a bool, not {type(entropy).__name__}")
+    check_flags(TOKEN_LOGPROBS, entropy=entropy)
     x, index = checked_input(TOKEN_LOGPROBS, logits), _index(index)
     counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
     # The index of a row that counts for nothing is often no token, whose logprob would be NaN.

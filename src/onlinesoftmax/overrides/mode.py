@@ -14,6 +14,7 @@ from torch._C import _pop_torch_function_stack, _push_on_torch_function_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._contextlib import _wrap_generator
 
+from ..core.arguments import check_flags
 from ..kernels.registry import BACKENDS
 from ..linear.arguments import checked_memory
 from .checkpoints import INSIDE, NOT_REPEATED, checkpoint_hook, is_repeated
@@ -57,8 +58,7 @@ class Override(TorchFunctionMode):
         self, strict: bool, backend: str | None, leave: Collection[str], linear: bool | int, memory: int | None
     ) -> None:
         super().__init__()
-        if not isinstance(strict, bool):
-            raise TypeError(f"override(): strict must be a bool, not {type(strict).__name__}")
+        check_flags("override()", strict=strict)
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"override(): unknown backend {backend!r}; backends: {', '.join(BACKENDS)}")
         if isinstance(leave, str) or not isinstance(leave, Collection):

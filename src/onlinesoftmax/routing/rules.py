@@ -6,7 +6,7 @@ import math
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ..core.arguments import Library
+from ..core.arguments import Library, check_flags
 from ..core.arrays import Array, broadcasts
 from ..core.options import is_number
 
@@ -220,8 +220,7 @@ def checked_rule(
     for argument, value, words in (("score", score, SCORES), ("order", order, ORDERS)):
         if not isinstance(value, str) or value not in words:
             raise ValueError(f"{caller}: {argument} must be {' or '.join(map(repr, words))}, got {value!r}")
-    if not isinstance(renormalize, bool):
-        raise TypeError(f"{caller}: renormalize must be a bool, not {type(renormalize).__name__}")
+    check_flags(caller, renormalize=renormalize)
     if not is_number(scale) or not abs(float(scale)) < float("inf"):
         raise ValueError(f"{caller}: scale must be a finite number, got {scale!r}")
     number, group_k, group_top = _checked_groups(caller, experts, chosen, groups)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...core.arguments import checked_memory
+from ...core.arguments import check_flags, checked_memory
 from ...core.arrays import Array, accumulator
 from ...core.call import LossStatistics
 from ...core.wrong_calls import check_loss
@@ -60,8 +60,7 @@ def cross_entropy(
         class_weight = class_weight.astype(accumulator(head.x))
     if token_weight is not None:
         token_weight = checked_constant(name, "token_weight", token_weight, head.x.shape[:-1])
-    if not isinstance(return_stats, bool):
-        raise TypeError(f"{name}: return_stats must be a bool, not {type(return_stats).__name__}")
+    check_flags(name, return_stats=return_stats)
     dtype = head.x.dtype if dtype is None else checked_dtype(name, "dtype", dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating point, got {dtype}")
