@@ -192,18 +192,12 @@ def distributed_table(records: Records) -> str:
 
 
 def forecast_text(records: Records) -> str:
-    """Times of a loss on more GPUs, forecast by the formula of docs/distributed.md from the records of fewer."""
-    said = [text for gpu in ("h100", "h200") if (text := _forecast(records, gpu))]
-    return "\n\n".join(said) or ABSENT
-
-
-def _forecast(records: Records, gpu: str) -> str:
-    """The forecast for the GPUs of one kind, beside what was measured; empty where there is no record of two."""
+    """Times of a loss on more H100s, forecast by the formula of docs/distributed.md from the records of fewer."""
     case = Case("cross_entropy", (8192, 128256), 1, "bfloat16", with_gradient=True)
-    names = {count: f"{gpu}x{count}-distributed" for count in (2, 4, 8)}
+    names = {count: f"h100x{count}-distributed" for count in (2, 4, 8)}
     found = {count: each for count, name in names.items() for each in records.cases(name) if each.case == case}
     if 2 not in found:
-        return ""
+        return ABSENT
     copies = {count: each.copy.median_us for count, each in found.items() if each.copy}
     us = {count: {r.who: r.times.median_us for r in each.results if r.times} for count, each in found.items()}
 
@@ -211,10 +205,9 @@ def _forecast(records: Records, gpu: str) -> str:
         """Microseconds beyond a part of the time of one GPU."""
         return us[count]["ours"] - us[count]["one-process"] / count
 
-    name = f"{gpu.upper()}s"
     text = (
         f"`cross_entropy` of {shape(case)} with its gradient takes {microseconds(us[2]['one-process'])} µs on one of "
-        f"the {name} and {microseconds(us[2]['ours'])} µs on two, {microseconds(wait(2))} more than half."
+        f"the H100s and {microseconds(us[2]['ours'])} µs on two, {microseconds(wait(2))} more than half."
     )
     for count in (4, 8):
         largest = max(n for n in us if n < count)
@@ -250,13 +243,23 @@ def _times(each: CaseResult, ways: Iterable[str]) -> list[str]:
 
 
 def _of_many(records: Records, suite: str, header: Sequence[str], cells: Callable[[CaseResult], Sequence[str]]) -> str:
-    """A row for each case of a suite that several GPUs measure, from the records of all GPUs."""
-    found = [record for record in records if record.name.partition("-")[2] == f"{suite}.json"]
+    """A row for each case of a suite that several GPUs measure, from the newest record of each number of GPUs."""
+    found = _newest(record for record in records if record.name.partition("-")[2] == f"{suite}.json")
     rows = [
         [f"{_name(each)} on {_gpus(record)}", *cells(each)]
-        for record in found if "processes" in record.content for each in record.results if not each.skipped
+        for record in found for each in record.results if not each.skipped
     ]  # fmt: skip
     return f"{table(('call', *header), rows)}\n\n{source(*found)}" if rows else ABSENT
+
+
+def _newest(records: Iterable[Record]) -> list[Record]:
+    """The newest record of each number of processes, the fewest first."""
+    of_processes = [record for record in records if "processes" in record.content]
+    by_count = {
+        record.content["processes"]["count"]: record
+        for record in sorted(of_processes, key=lambda record: str(record.content["date"]))
+    }
+    return [record for _, record in sorted(by_count.items())]
 
 
 def _name(each: CaseResult) -> str:
