@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from heads import DEVICE, GPU, MEMORY, TOKENS, Tensor, clipped, head, same_with_gradients
+from torch.utils.checkpoint import checkpoint
 
 import onlinesoftmax as osm
 from onlinesoftmax.lab.bench.inputs import extra_bytes
@@ -89,6 +90,30 @@ def test_a_token_loss_in_chunks_makes_no_logits_again() -> None:
             torch.testing.assert_close(a, c)
     torch.compile(loss, backend=keep, fullgraph=True, dynamic=True)(x, w, b)
     assert [code[-1].count(f"onlinesoftmax.{name}(") for name in OF_CHUNK] == [1, 0]
+
+
+@pytest.mark.parametrize("around", ["checkpoint of the compiled", "compiled checkpoint", "save_on_cpu"])
+def test_a_compiled_token_loss_among_hooks_of_saved_tensors(around: str) -> None:
+    """There, torch.func.vjp is an error, so the loss is that of log-probabilities."""
+    x, w, b, target = head()
+
+    def loss(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return osm.linear_token_loss(x, w, target, lambda p, h, lse: lse * h - p.exp(), linear_bias=b)
+
+    def in_checkpoint(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        found: Tensor = checkpoint(loss, x, w, b, use_reentrant=False)
+        return found
+
+    compiled = torch.compile(in_checkpoint if "compiled c" in around else loss, backend="aot_eager", fullgraph=True)
+    if around == "save_on_cpu":
+        with torch.autograd.graph.save_on_cpu():
+            ours = compiled(x, w, b)
+    else:
+        ours = checkpoint(compiled, x, w, b, use_reentrant=False) if "of the" in around else compiled(x, w, b)
+    # A checkpoint takes one backward pass.
+    pairs = zip(*(torch.autograd.grad(y, [x, w, b]) for y in (ours, loss(x, w, b))), strict=True)
+    for a, c in pairs:
+        torch.testing.assert_close(a, c)
 
 
 @pytest.mark.gpu

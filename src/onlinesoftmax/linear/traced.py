@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..torch.autograd import has_saved_tensor_hooks
 from ..torch.loss_arguments import is_class, with_constants
 from ..torch.namespace import NAMESPACE
 from .arguments import Head, constant, plan_for, records, wanted_of
@@ -81,9 +82,9 @@ def token_loss(
 def _plan_in_graph(head: Head, bounds: Bounds, wide: torch.dtype) -> LinearPlan | None:
     """The plan of `linear_token_loss` whose chunks a graph of torch.compile can have; None where it has none.
 
-    A graph for any number of tokens has no number of chunks.
+    A graph for any number of tokens has no number of chunks, and torch.func.vjp refuses hooks of saved tensors.
     """
-    if not torch.compiler.is_dynamo_compiling() or not records(head):
+    if not torch.compiler.is_dynamo_compiling() or not records(head) or _has_hooks():
         return None
     from torch.fx.experimental.symbolic_shapes import has_static_value
 
@@ -92,6 +93,19 @@ def _plan_in_graph(head: Head, bounds: Bounds, wide: torch.dtype) -> LinearPlan 
         return None
     plan = plan_for("linear_token_loss", head, memory, in_place=sum_dtype.itemsize < wide.itemsize)
     return plan if plan.chunks <= MOST_CHUNKS else None
+
+
+def _has_hooks() -> bool:
+    """True where the trace is inside a checkpoint, or inside hooks of saved tensors."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None and "checkpoint" not in str(tracer.source_target):
+        tracer = tracer.parent
+    return tracer is not None or has_saved_tensor_hooks()
+
+
+_has_hooks._dynamo_marked_constant = True  # type: ignore[attr-defined]  # runs when Dynamo traces, as a constant
 
 
 def _token_loss_in_chunks(
