@@ -112,6 +112,20 @@ def test_logits_in_float32_whatever_autocast_says() -> None:
     assert exact.weight.grad.isfinite().all()
 
 
+def test_the_correction_of_a_module_that_changes_place_or_dtype() -> None:
+    with torch.device("meta"):
+        router = osm.nn.Router(HIDDEN, EXPERTS, K, correction=True)
+    router = router.to_empty(device="cpu")
+    router.e_score_correction_bias.fill_(7)
+    router.reset_parameters()
+    assert not router.e_score_correction_bias.any()
+    # A step of 0.001 is lost beside 1 in bfloat16.
+    router.e_score_correction_bias.fill_(1)
+    router.bfloat16().balance(torch.arange(EXPERTS))
+    assert router.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(router.e_score_correction_bias[[0, -1]], torch.tensor([1.001, 0.999]))
+
+
 def test_mistakes_name_the_argument_and_what_to_do() -> None:
     like, config = osm.nn.Router.like, transformers.models.llama4.Llama4Config
     with pytest.raises(ValueError, match=r"Router\(\): k must be from 1 to the 16 experts"):

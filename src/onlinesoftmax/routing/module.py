@@ -25,7 +25,8 @@ class Router(torch.nn.Linear):
         experts: Number of experts.
         k: Number of experts of a token.
         bias: Add a learned bias to the logits.
-        correction: Keep a bias that is added to the scores for the choice alone, and that `balance` moves.
+        correction: Keep a bias that is added to the scores for the choice alone, and that `balance` moves; it stays
+            float32 if the module gets another dtype.
         logits_dtype: Dtype in which the logits are computed, whatever autocast says; None for that of the hidden states
             and of autocast.  In bfloat16, rounded logits change the choice for some tokens.
         score, order, groups, group_k, group_score, renormalize, scale: As for `route`.
@@ -65,7 +66,6 @@ class Router(torch.nn.Linear):
             "score": score, "order": order, "groups": groups, "group_k": group_k, "group_score": group_score,
             "renormalize": renormalize, "scale": scale,
         }  # fmt: skip
-        # float32 whatever the dtype of the weight: `balance` adds small steps.
         correct = torch.zeros(experts, dtype=torch.float32, device=device) if correction else None
         self.register_buffer("e_score_correction_bias", correct)
 
@@ -96,6 +96,23 @@ class Router(torch.nn.Linear):
         if missing := [name for name in sizes if name not in found]:
             raise TypeError(f"Router.like(): {model!r} is a name and needs {', '.join(missing)} too; a config has them")
         return cls(**{**found, **changes})
+
+    def reset_parameters(self) -> None:
+        """Random weights and a correction of 0, as in a new module; after `to_empty`, too."""
+        super().reset_parameters()
+        # A Linear calls this before the module has the buffer.
+        correction = self._buffers.get("e_score_correction_bias")
+        if correction is not None:
+            torch.nn.init.zeros_(correction)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Router:
+        """PyTorch's, which changes device and dtype; the correction keeps float32, as `balance` adds small steps."""
+        before = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        after = self.e_score_correction_bias
+        if before is not None and after is not None and after.dtype != before.dtype:
+            self.e_score_correction_bias = before.to(after.device)
+        return self
 
     def forward(  # type: ignore[override]  # the result of a Linear is a tensor
         self, input: torch.Tensor, *, indices: torch.Tensor | None = None, mask: torch.Tensor | None = None,
