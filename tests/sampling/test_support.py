@@ -106,6 +106,16 @@ def test_gradients_of_all_orders_with_score_options_along_any_dimension() -> Non
     assert torch.equal(sampled.token_ids, support.token_ids)
 
 
+def test_a_batch_of_supports_is_that_of_single_calls() -> None:
+    z = torch.stack([logits(4, 9), logits(4, 9).flip(1)])
+
+    def trained(x: Tensor) -> Tensor:
+        found = osm.sample(x, top_k=3, seed=0, return_support=3)
+        return osm.token_logprobs(x, found.token, support=found.support).logprob
+
+    assert torch.equal(torch.func.vmap(trained)(z), torch.stack([trained(x) for x in z]))
+
+
 def test_rows_without_a_distribution_and_targets_without_a_logprob() -> None:
     z = logits(6, 8).requires_grad_()
     # Rows of no token, of more than three, with an id that is none, and three rows that are sound.

@@ -115,9 +115,11 @@ def truncated(
     shape = *x.shape[:axis], *x.shape[axis + 1 :], len(places)
     ids, used = ids.reshape(shape), used.reshape(shape)
     targets = index if index.ndim == x.ndim else index.reshape(*x.shape[:axis], 1, *x.shape[axis + 1 :])
-    place = _places_of(xp, xp.moveaxis(targets, axis, -1), ids, used, places)
-    place = xp.moveaxis(place, -1, axis).reshape(index.shape)
-    ids, used = xp.moveaxis(ids, -1, axis), xp.moveaxis(used, -1, axis)
+    # torch.func.vmap has no rule for torch.moveaxis.
+    move = getattr(xp, "movedim", None) or xp.moveaxis
+    place = _places_of(xp, move(targets, axis, -1), ids, used, places)
+    place = move(place, -1, axis).reshape(index.shape)
+    ids, used = move(ids, -1, axis), move(used, -1, axis)
     if options.mask is not None:
         used = used & take(xp.broadcast_to(options.mask, x.shape), ids, axis)
     outside = _are_tokens(index, tokens) & (place < 0)
