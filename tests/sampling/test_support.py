@@ -200,6 +200,17 @@ def test_supports_are_traced_whole() -> None:
     assert torch.allclose(torch.autograd.grad(found.logprob.nansum() + found.entropy.nansum(), z)[0], dx, atol=1e-6)
 
 
+def test_a_program_with_a_support_takes_any_number_of_rows() -> None:
+    class Trained(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            found = osm.sample(x, top_k=3, seed=0, return_support=3)
+            return osm.token_logprobs(x, found.token, support=found.support).logprob
+
+    rows = torch.export.Dim("rows", min=2)
+    program = torch.export.export(Trained(), (logits(4, 9),), dynamic_shapes=({0: rows},), strict=False)
+    assert torch.equal(program.module()(logits(7, 9)), Trained()(logits(7, 9)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("most", [16, 600])
 def test_a_gpu_replays_what_it_sampled(most: int) -> None:

@@ -126,6 +126,10 @@ def _log_probabilities(
     return keep(PREPARED_CALLS, key, log_probabilities) if is_constant else log_probabilities
 
 
+def _gather(t: Any, places: Any, axis: int) -> Any:
+    return t.gather(axis, places)
+
+
 def _truncated(
     x: Any, index: Any, dim: Any, options: ScoreOptions | None, entropy: bool, choice: Any, support: Any
 ) -> TokenLogprobs:
@@ -133,7 +137,8 @@ def _truncated(
     axis = check_token_arguments(x, index, dim)
     check_options(Call(TOKEN_LOGPROBS, x, Settings(axis), options))
     kept = _int64_support(x, axis, support)
-    call = truncated(torch, torch.take_along_dim, x, signed(index).long(), axis, options, *kept)
+    # torch.take_along_dim needs sizes that are known.
+    call = truncated(torch, _gather, x, signed(index).long(), axis, options, *kept)
     found = run_tokens(call.x, call.index, axis, call.options, entropy, choice)
     logprob = excluding(torch, found.logprob, found.lse, call.outside, axis)
     return TokenLogprobs(logprob, found.entropy, found.lse)
