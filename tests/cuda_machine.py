@@ -149,10 +149,10 @@ template <class T> T __shfl_up_sync(unsigned, T x, int step, int width) {
 template <class T> T __shfl_xor_sync(unsigned, T x, int step) { return exchange_lanes(x, threadIdx.x % 32 ^ step); }
 inline bool __all_sync(unsigned, bool x) {
     const auto given = given_by_lanes(x);
-    bool all = true;
-    for (int i = 0; i < 32; ++i) copy_unseen(&x, given[i], 1), all = all && x;
-    return all;
+    for (int i = 0; i < 32; ++i) if (copy_unseen(&x, given[i], 1), !x) return false;
+    return true;
 }
+inline bool __any_sync(unsigned lanes, bool x) { return !__all_sync(lanes, !x); }
 template <class Fold> unsigned fold_lanes(unsigned x, Fold fold) {
     const auto given = given_by_lanes(x);
     unsigned all, one;

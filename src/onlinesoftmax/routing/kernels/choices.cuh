@@ -1,4 +1,5 @@
-// The numbers by which experts are chosen, equal to those of selection.py to the last bit: every operation is rounded.
+// The numbers by which experts are chosen, equal to those of selection.py to the last bit, except near_choice: every
+// operation is rounded.
 
 // The smaller number; NaN where one of both is NaN.
 __device__ inline float smallest_or_nan(float x, float y) {
@@ -19,15 +20,15 @@ __device__ inline float bounded_power(float y) {
 }
 __device__ inline float exactly_exp(float x) { return bounded_power(__fmul_rn(x, float(LOG2_E))); }
 
-// The numbers of a token that its scores need: of softmax, the largest logit, and the sum of the powers with a bias.
-struct Of {
+// What the scores of softmax need of a token: its largest logit and, with a bias, the sum of its powers.
+struct TokenSoftmax {
     float m, sum;
 };
 
 __device__ inline float exact_softmax(float x, float m) { return exactly_exp(x == m ? 0 : __fadd_rn(x, -m)); }
 
 // The score of a logit.
-__device__ inline float exact_score(float x, const Of& token) {
+__device__ inline float exact_score(float x, const TokenSoftmax& token) {
     if (SELECTION == Score::IDENTITY) return x;
     if (SELECTION == Score::SOFTMAX) {
         const float e = exact_softmax(x, token.m);
@@ -43,14 +44,15 @@ __device__ inline float exact_score(float x, const Of& token) {
 }
 
 // The key of an expert, by which it is chosen: the larger one first.
-__device__ inline float choice_of(float x, float bias, const Of& token) {
+__device__ inline float choice_of(float x, float bias, const TokenSoftmax& token) {
     if (!HAS_BIAS) return x;
     return x == -INF ? -INF : __fadd_rn(exact_score(x, token), bias);
 }
 
-// Sigmoids with a bias are first computed in seven instructions; exactly, each takes thirty.  Both have the same exponent.
-// The power is wrong by less than 2^-21, the score by less than 1e-6, and the key by less than half of error_of_key: the
-// product is -inf for -inf, and at most 5e-7 otherwise.  Where such errors may decide, keys are computed exactly.
+// Sigmoids with a bias are first computed in seven instructions; exactly, each takes thirty.  exactly_exp and near_choice
+// raise 2 to the same rounded number, so their powers differ by less than 2^-21 of them.  So the score is wrong by less than
+// 1e-6, and the key by less than half of error_of_key: the product is -inf for -inf, and at most 5e-7 otherwise.  Where such
+// errors may decide, keys are computed exactly.
 constexpr bool NEARLY = SHORT && HAS_BIAS && SELECTION == Score::SIGMOID && (!GROUPED || GROUP_LANES > 0);
 __device__ inline float near_choice(float x, float bias) {
     constexpr float LEAST = 1.4e-45f;
@@ -59,21 +61,21 @@ __device__ inline float near_choice(float x, float bias) {
 __device__ inline float error_of_key(float key) { return fma(fabs(key), 1e-6f, 4e-6f); }
 
 // The number that an expert adds to the score of its group.
-__device__ inline float value_of(float x, float choice, const Of& token) {
+__device__ inline float value_of(float x, float choice, const TokenSoftmax& token) {
     if (HAS_BIAS || !SCORED_GROUPS) return choice;
     return x == -INF ? -INF : exact_score(x, token);
 }
 
-// What the scores of a token need.
-__device__ inline Of of_token(const float (&z)[ITEMS], unsigned items, Board& board) {
-    Of token{0, 0};
+// The TokenSoftmax of a token, 0 where no score is a softmax.
+__device__ inline TokenSoftmax softmax_of_token(const float (&z)[ITEMS], unsigned items, Board& board) {
+    TokenSoftmax token{0, 0};
     if (SELECTION != Score::SOFTMAX || !(HAS_BIAS || SCORED_GROUPS)) return token;
     float m = -INF;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) m = fmax(m, z[i]);
     token.m = fold_team<Maximum>(m, board);
     if (!HAS_BIAS) return token;
-    // Whole numbers below 2^53 in two parts: float32 words travel between the lanes.
+    // Whole numbers up to 2^53, added in three parts, since fold_team takes 32-bit words.
     uint64 mass = 0;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

@@ -1,77 +1,79 @@
 // The list of the experts of a token that may be chosen, which is sorted.
 
-// A short list is rarely longer than three halves of LENGTH.  A lane with few keys of it packs them into words of 32 bits and
-// ranks all at once.  With more keys, loops over words of 64 bits are less code: with six keys of a lane they took 0.8 of the
-// time on an H100.
-constexpr int UNIT = TEAM < 4 ? 4 : TEAM, AT_ONCE_KEYS = (3 * LENGTH / 2 + UNIT - 1) / UNIT * UNIT;
-constexpr int EACH = AT_ONCE_KEYS / TEAM;
-constexpr bool PACKED = SHORT && EACH <= 4;
+// A short list is rarely longer than three halves of LENGTH.  With at most four of these keys in a lane, keys are packed into
+// words of 32 bits, and a team ranks RANKED of them in one pass, LANE_KEYS of each lane.  With more keys, loops over words of
+// 64 bits are less code: with six keys of a lane they took 0.8 of the time on an H100.
+__device__ constexpr int multiple_of(int unit, int least) { return (least + unit - 1) / unit * unit; }
+constexpr int RANKED = multiple_of(TEAM < 4 ? 4 : TEAM, 3 * LENGTH / 2), LANE_KEYS = RANKED / TEAM;
+constexpr bool PACKED = SHORT && LANE_KEYS <= 4;
 
 struct alignas(16) FourKeys {
     unsigned of[4];
 };
 
 // Writes the first K of a packed list of `count` experts to the places of their ranks.  It reads four keys at a time.
-template <class By>
-__device__ inline void rank_list(const TeamMemory& memory, int count, const By& by_what) {
-    constexpr bool ONCE = AT_ONCE_KEYS >= CAPACITY;
-    constexpr int USUAL = (3 * LENGTH / 2 + 3) / 4 * 4;   // keys that a short list hardly ever exceeds
+template <class ExactKey>
+__device__ inline void rank_list(const TeamMemory& memory, int count, const ExactKey& exact_key_of) {
+    constexpr bool RANKS_ALL = RANKED >= CAPACITY;
+    constexpr int USUAL = multiple_of(4, 3 * LENGTH / 2);   // keys that a short list hardly ever exceeds
     unsigned* const keys = reinterpret_cast<unsigned*>(memory.list);
     const unsigned* const experts = keys + CAPACITY;
-    const int lane = threadIdx.x % TEAM, end = ONCE ? CAPACITY : (count + 3) / 4 * 4;
-    const auto key_of = [&](float by, int expert) { return short_key(word_of_choice(by), expert); };
-    Choice choice[EACH];
-    unsigned own[EACH], rank[EACH];
+    const int lane = threadIdx.x % TEAM, end = RANKS_ALL ? CAPACITY : (count + 3) / 4 * 4;
+    const auto word_of_key = [&](float key, int expert) { return short_key(word_of_choice(key), expert); };
+    Choice choice[LANE_KEYS];
+    unsigned own[LANE_KEYS], rank[LANE_KEYS];
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
+    for (int i = 0; i < LANE_KEYS; ++i) {
         const int j = lane + i * TEAM;
         choice[i].expert = j < count ? int(experts[j]) : 0, rank[i] = 0;
     }
     // Without a branch: the lane waits once for all its logits.  The key 0 is below all others.
 #pragma unroll
-    for (int i = 0; i < EACH; ++i) {
-        choice[i].by = by_what(choice[i].expert);
-        own[i] = lane + i * TEAM < count ? key_of(choice[i].by, choice[i].expert) : 0;
+    for (int i = 0; i < LANE_KEYS; ++i) {
+        choice[i].key = exact_key_of(choice[i].expert);
+        own[i] = lane + i * TEAM < count ? word_of_key(choice[i].key, choice[i].expert) : 0;
     }
 #pragma unroll
-    for (int i = 0; i < EACH; ++i)
+    for (int i = 0; i < LANE_KEYS; ++i)
         if (lane + i * TEAM < end) keys[lane + i * TEAM] = own[i];
     bool fast = true;
-    if (!ONCE && !all_teams(count <= AT_ONCE_KEYS)) {
+    if (!RANKS_ALL && !all_teams(count <= RANKED)) {
         fast = false;
 #pragma unroll 1
-        for (int j = lane + AT_ONCE_KEYS; j < end; j += TEAM)
-            keys[j] = j < count ? key_of(by_what(int(experts[j])), experts[j]) : 0;
+        for (int j = lane + RANKED; j < end; j += TEAM)
+            keys[j] = j < count ? word_of_key(exact_key_of(int(experts[j])), experts[j]) : 0;
     }
     sync_team();
     if (fast) {
-#pragma unroll (ONCE ? CAPACITY / 4 : 1)
+#pragma unroll (RANKS_ALL ? CAPACITY / 4 : 1)
         for (int j = 0; j < end; j += 4) {
-            if (ONCE && j == USUAL && all_teams(count <= j)) break;
+            if (RANKS_ALL && j == USUAL && all_teams(count <= j)) break;
             const FourKeys four = reinterpret_cast<const FourKeys&>(keys[j]);
 #pragma unroll
-            for (int i = 0; i < 4 * EACH; ++i) rank[i / 4] = add_above(rank[i / 4], four.of[i % 4], own[i / 4]);
+            for (int i = 0; i < 4 * LANE_KEYS; ++i) rank[i / 4] = add_above(rank[i / 4], four.of[i % 4], own[i / 4]);
         }
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
+        for (int i = 0; i < LANE_KEYS; ++i)
             if (own[i] && rank[i] < K) memory.chosen[rank[i]] = choice[i];
         sync_team();
         if (HAS_PLACE) return;
-        // Equal keys have equal ranks, and so one place, to which CUDA lets one of the lanes write: there is another expert
-        // than the lane's own.  (racecheck reports these writes of equal keys as a hazard.)
+        // Equal keys have equal ranks, and so one place, to which one of the lanes writes: there is another expert than the
+        // lane's own.  (racecheck reports these writes of equal keys as a hazard.)  CUDA promises this for the lanes of a
+        // warp; with TEAM > 32, warps race for the place.  In any case a lane that has lost sees another expert, and the loop
+        // below writes all places again.
 #pragma unroll
-        for (int i = 0; i < EACH; ++i)
+        for (int i = 0; i < LANE_KEYS; ++i)
             if (own[i] && rank[i] < K && memory.chosen[rank[i]].expert != choice[i].expert) fast = false;
         if (!any_lane(!fast)) return;
     }
 #pragma unroll 1
     for (int i = lane; i < count; i += TEAM) {
         const unsigned key = keys[i];
-        const int of_key = int(experts[i]);
+        const int own_expert = int(experts[i]);
         int before = 0;
 #pragma unroll 1
-        for (int j = 0; j < count; ++j) before += keys[j] > key || (keys[j] == key && int(experts[j]) < of_key);
-        if (before < K) memory.chosen[before] = {by_what(of_key), of_key};
+        for (int j = 0; j < count; ++j) before += keys[j] > key || (keys[j] == key && int(experts[j]) < own_expert);
+        if (before < K) memory.chosen[before] = {exact_key_of(own_expert), own_expert};
     }
     sync_team();
 }
@@ -100,10 +102,10 @@ __device__ inline void rank_words(const TeamMemory& memory, int count) {
     sync_team();
 }
 
-// The items that may be chosen, as bits: `count` of the team, `at` of them before those of the lane.  Returns false if
+// The items that may be chosen, as bits: `count` of the team, `at` of them in the lanes before this one.  Returns false if
 // keys with errors do not suffice.
 template <bool NEAR> __device__ inline bool hits_of(
-    const Route& p, const float (&z)[ITEMS], unsigned items, const Of& token, const TeamMemory& memory, Board& board,
+    const Route& p, const float (&z)[ITEMS], unsigned items, const TokenSoftmax& token, const TeamMemory& memory, Board& board,
     unsigned& hits, int& count, int& at
 ) {
     float keys[ITEMS], largest;
@@ -138,7 +140,7 @@ template <bool NEAR> __device__ inline bool hits_of(
 //
 // z: logits of the lane's items; `largest` becomes the largest one if the list is short and keys are logits.
 __device__ inline void choose(
-    const Route& p, const X* row, float (&z)[ITEMS], unsigned items, const Of& token, const TeamMemory& memory,
+    const Route& p, const X* row, float (&z)[ITEMS], unsigned items, const TokenSoftmax& token, const TeamMemory& memory,
     Board& board, float& largest
 ) {
     const int lane = threadIdx.x % TEAM;
@@ -158,7 +160,7 @@ __device__ inline void choose(
             at = sum_before(__popc(hits), count, board);
         }
     }
-    const auto by_what = [&](int expert) {
+    const auto exact_key_of = [&](int expert) {
         return choice_of(wide(row[expert]), HAS_BIAS ? p.bias[expert] : 0, token);
     };
     unsigned* const experts = reinterpret_cast<unsigned*>(memory.list) + CAPACITY;   // of a packed list
@@ -170,13 +172,13 @@ __device__ inline void choose(
     }
     sync_team();
     if constexpr (PACKED) {
-        rank_list(memory, count, by_what);
+        rank_list(memory, count, exact_key_of);
         return;
     }
 #pragma unroll 1
     for (int j = lane; j < count; j += TEAM) {
         const int expert = int(memory.list[j]);
-        memory.list[j] = list_key(word_of_choice(by_what(expert)), expert);
+        memory.list[j] = list_key(word_of_choice(exact_key_of(expert)), expert);
     }
     if (SHORT && lane == 0 && count % 2) memory.list[count] = 0;   // keys are read in pairs
     sync_team();

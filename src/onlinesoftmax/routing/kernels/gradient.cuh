@@ -3,6 +3,7 @@
 // One block:  its warps take turns with those of the other blocks of a sequence: AT_ONCE tokens at a time.
 // Chosen:     for the gradient of route.
 // Bytes:      the gradient written once; the logits read once if the gradient of all experts needs them (ROW).
+//             The logits of the chosen experts are read again.
 // Limits:     those of route.cuh.
 //
 // reference.py has the formulas.  What chosen experts get more than others is spread over a row of shared memory, which
@@ -17,9 +18,10 @@ struct RouteGradient {
     int64 stride, tokens, experts, parts, scale_bits;
 };
 
-// True where the gradient of all experts needs the softmax, or the row at all.
-constexpr bool SPREADS = HAS_DWEIGHTS && SCORE == Score::SOFTMAX && !OF_CHOSEN;
-constexpr bool SOFTMAX = HAS_DLSE || SPREADS || (HAS_DPROB_SUMS && SCORE == Score::SOFTMAX);
+// WEIGHTS_OF_ALL: weights are the softmax of all logits.  SOFTMAX, ROW: the gradient of all experts needs the softmax, or the
+// row at all.
+constexpr bool WEIGHTS_OF_ALL = HAS_DWEIGHTS && SCORE == Score::SOFTMAX && !OF_CHOSEN;
+constexpr bool SOFTMAX = HAS_DLSE || WEIGHTS_OF_ALL || (HAS_DPROB_SUMS && SCORE == Score::SOFTMAX);
 constexpr bool ROW = SOFTMAX || HAS_DPROB_SUMS;
 
 // The derivative of the score of a logit; not of softmax.
@@ -30,7 +32,8 @@ __device__ inline float slope(float x) {
     return x < -15 ? 0.5f * score(x) : (x < 0 ? t : 1) * inverse / (2 * score(x));
 }
 
-// Adds what the chosen experts get to the row of shared memory; returns the sum of q * dq, with q as in reference.py.
+// Adds what the chosen experts get to the row of shared memory.  Returns the sum over the chosen experts of
+// score / divisor * scale * dweight.
 template <class Load> __device__ inline float spread_chosen(
     const RouteGradient& p, const ChosenExperts<Load>& chosen, float lse, float* spread, Board& board
 ) {
@@ -49,7 +52,7 @@ template <class Load> __device__ inline float spread_chosen(
     const float divisor = RENORMALIZE && sum != 0 ? sum : 1;
     // Without OF_CHOSEN, softmax is exp(x - lse) with the rounded lse: relative errors are |lse| * 2^-24.
     const auto quotient_of = [&](const Chosen& one) {
-        if (SPREADS) return one.excluded ? 0 : exp(one.x - lse);
+        if (WEIGHTS_OF_ALL) return one.excluded ? 0 : exp(one.x - lse);
         return score_of(one, shift) / divisor;
     };
     const auto gradient_of = [&](const Chosen& one) { return one.excluded ? 0 : one.dweight * scale; };
@@ -108,11 +111,11 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
     const int tokens = int(p.tokens), step = token_step(int(p.parts));
     int64 distance = step * p.stride; asm volatile("" : "+l"(distance));   // else it is computed for each token
     // From the last token on: where the gradient follows soon, the L2 cache still has what route has read last.  A team before
-    // the beginning of its sequence repeats the last token that it had, or the first one of all.
+    // the beginning reads its last row again, or the first one of all, and writes nothing.
     int place = tokens - 1 - first_token(part, int(p.parts)) - token_of_team();
     unsigned token = unsigned(sequence) * tokens + max(place, 0);
     int64 at = token * p.stride;
-    // The lanes of a warp leave together, as the compiler sees by the vote.
+    // The vote tells the compiler that the warp's lanes leave together; __any_sync took more instructions.
     for (bool inside = place >= 0; !__all_sync(~0u, !inside);) {
         const X* const row = p.x + at;
         const int* const indices = p.indices + uint64(token) * K;
@@ -131,7 +134,7 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
         const bool valid = fold_team<Maximum>(any, board) > 0;
         sync_team();   // before the row of shared memory is written
         if (HAS_DWEIGHTS) factor = -spread_chosen(p, chosen, lse, spread, board);
-        if (!SPREADS) factor = 0;
+        if (!WEIGHTS_OF_ALL) factor = 0;
         factor += dlse;
         sync_team();
         // The gradient takes the place of the logits.
@@ -174,8 +177,8 @@ route_gradient_kernel(const __grid_constant__ RouteGradient p) {
             total = SCORE == Score::IDENTITY ? 0 : of_sums * total * inverse * up;
 #pragma unroll
             for (int i = 0; i < ITEMS; ++i) {
-                const float p = z[i] == -INF || !SOFTMAX ? 0 : term_of(z[i], m) * factor;
-                z[i] = z[i] == -INF ? 0 : p + slope(z[i]) * fma(of_sums, dp[i], -total) * inverse;
+                const float own = z[i] == -INF || !SOFTMAX ? 0 : term_of(z[i], m) * factor;
+                z[i] = z[i] == -INF ? 0 : own + slope(z[i]) * fma(of_sums, dp[i], -total) * inverse;
             }
         }
         if (!valid) {

@@ -22,20 +22,20 @@ __device__ inline float score_of_group(BestTwo best, int top) {
 
 // After the merge, the lanes of a chunk have the scores of different chunks: bit 0 of a lane chooses the half of them, and
 // so on.  The number of chunks is rounded up to a power of two.
-constexpr int SPREAD = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
+constexpr int PADDED_CHUNKS = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS;
 constexpr int OF_GROUP = GROUP_LANES > 0 ? GROUP_LANES : TEAM;
-static_assert(GROUP_LANES == 0 || (SPREAD <= GROUP_LANES && TEAM <= 32));
+static_assert(GROUP_LANES == 0 || (PADDED_CHUNKS <= GROUP_LANES && TEAM <= 32));
 
 // The first lane with the score of chunk c.
 __device__ constexpr int lane_of_chunk(int c) {
     int lane = 0;
-    for (int bit = 1; bit < SPREAD; bit *= 2) lane |= c & bit ? SPREAD / 2 / bit : 0;
+    for (int bit = 1; bit < PADDED_CHUNKS; bit *= 2) lane |= c & bit ? PADDED_CHUNKS / 2 / bit : 0;
     return lane;
 }
 
 // The bit of a lane that orders its group and that of the lane across `mask`.
 __device__ constexpr int deciding_bit(int mask) {
-    const int of_chunks = mask & (SPREAD - 1);
+    const int of_chunks = mask & (PADDED_CHUNKS - 1);
     if (of_chunks) return of_chunks & -of_chunks;
     int bit = 1;
     while (2 * bit <= mask) bit *= 2;
@@ -45,23 +45,23 @@ __device__ constexpr int deciding_bit(int mask) {
 // The two best values of the group of which the lane has the score.
 __device__ inline BestTwo best_of_group(const float (&values)[ITEMS]) {
     const int lane = threadIdx.x % TEAM;
-    BestTwo best[SPREAD];
+    BestTwo best[PADDED_CHUNKS];
 #pragma unroll
-    for (int c = 0; c < SPREAD; ++c) {
+    for (int c = 0; c < PADDED_CHUNKS; ++c) {
         best[c] = {c < CHUNKS ? values[c * WIDTH] : -INF, -INF};
 #pragma unroll
         for (int i = 1; i < (c < CHUNKS ? WIDTH : 0); ++i) best[c] = merged(best[c], values[c * WIDTH + i]);
     }
 #pragma unroll
-    for (int step = 1; step < SPREAD; step *= 2)
+    for (int step = 1; step < PADDED_CHUNKS; step *= 2)
 #pragma unroll
-        for (int i = 0; i < SPREAD / 2 / step; ++i) {
-            const BestTwo low = best[i], high = best[i + SPREAD / 2 / step];
+        for (int i = 0; i < PADDED_CHUNKS / 2 / step; ++i) {
+            const BestTwo low = best[i], high = best[i + PADDED_CHUNKS / 2 / step];
             const bool takes_high = lane & step;
             best[i] = merged(takes_high ? high : low, across(takes_high ? low : high, step));
         }
 #pragma unroll
-    for (int step = SPREAD; step < OF_GROUP; step *= 2) best[0] = merged(best[0], across(best[0], step));
+    for (int step = PADDED_CHUNKS; step < OF_GROUP; step *= 2) best[0] = merged(best[0], across(best[0], step));
     return best[0];
 }
 
@@ -87,12 +87,12 @@ __device__ inline unsigned items_of_groups(
     int first = 0;   // expert of the group of which the lane has the score
 #pragma unroll
     for (int c = 1; c < CHUNKS; ++c)
-        if (lane % SPREAD == lane_of_chunk(c)) first = c * TEAM * WIDTH;
+        if (lane % PADDED_CHUNKS == lane_of_chunk(c)) first = c * TEAM * WIDTH;
     const unsigned own = first + lane / OF_GROUP * (OF_GROUP * WIDTH) < int(p.experts) ? word_of_choice(score) : 0;
     int rank = 0;
 #pragma unroll
     for (int mask = 1; mask < TEAM; ++mask)
-        if (!(mask & (OF_GROUP - SPREAD)))   // those lanes have equal scores
+        if (!(mask & (OF_GROUP - PADDED_CHUNKS)))   // those lanes have equal scores
             rank += across(own, mask) > own - ((lane & deciding_bit(mask)) && own);
     return keep_items(keys, items, own && rank < int(p.group_k));
 }
@@ -109,7 +109,7 @@ __device__ inline unsigned items_of_near_groups(const Route& p, float (&keys)[IT
     int above = 0, perhaps = 0;   // groups with larger scores, and with scores that may be larger
 #pragma unroll
     for (int mask = 1; mask < TEAM; ++mask)
-        if (!(mask & (OF_GROUP - SPREAD))) {
+        if (!(mask & (OF_GROUP - PADDED_CHUNKS))) {
             const float other = across(score, mask);
             above += other > high, perhaps += !(other < low);
         }

@@ -6,11 +6,11 @@
 constexpr int ITEMS = CHUNKS * WIDTH, TEAMS = THREADS / TEAM, LANES = TEAM < 32 ? TEAM : 32;
 static_assert(ITEMS <= 32 && THREADS % TEAM == 0 && (TEAM <= 32 || TEAMS == 1));
 
-// Tokens that a warp, or a team that is the block, takes at a time, and how many of those the block has.
+// AT_ONCE: tokens that a warp, or a block that is one team, takes at a time.  UNITS: how many such warps a block has.
 constexpr int AT_ONCE = TEAM < 32 ? 32 / TEAM : 1, UNITS = TEAM > 32 ? 1 : WARPS;
 
-// The first token of a warp of part `part` of a sequence; the warps of all blocks take turns, and each takes every
-// step-th one.  So all multiprocessors have tokens until the end.
+// The first token of a warp of part `part` of a sequence.  A warp takes AT_ONCE adjacent tokens, then moves by token_step,
+// so that all multiprocessors have tokens until the end.
 __device__ inline int first_token(int part, int parts) {
     return ((TEAM > 32 ? 0 : int(threadIdx.x / 32)) * parts + part) * AT_ONCE;
 }
@@ -22,7 +22,7 @@ __device__ inline int first_expert() { return int(threadIdx.x % TEAM * WIDTH); }
 __device__ constexpr int distance_of(int i) { return i / WIDTH * TEAM * WIDTH + i % WIDTH; }
 __device__ inline int expert_of(int i) { return first_expert() + distance_of(i); }
 
-// The first expert, for addresses: where the compiler sees that a sum is an OR, it computes the address of each load.
+// The first expert, hidden from the compiler, which else turns sums into ORs and computes each address apart.
 __device__ inline unsigned first_of_addresses() {
     unsigned first = unsigned(first_expert()); asm("" : "+r"(first)); return first;
 }
@@ -35,13 +35,13 @@ __device__ inline unsigned own_items(int experts) {
 
 // Loads the lane's part of a row; items behind its end become `rest`.
 template <class T> __device__ inline void load_row(float (&z)[ITEMS], const T* row, int experts, float rest) {
-    constexpr int UNIT = WIDTH * sizeof(T) <= 16 ? WIDTH : 16 / sizeof(T);
+    constexpr int LOADED = WIDTH * sizeof(T) <= 16 ? WIDTH : 16 / sizeof(T);   // by one instruction
     Chunk<T, WIDTH> chunks[CHUNKS];
     const bool whole = has_whole_chunks(experts);
     const T* const own = row + first_of_addresses();
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c)
-        if (c < CHUNKS - 1 || whole) load<UNIT, CachePolicy::NORMAL>(chunks[c], own + distance_of(c * WIDTH), 1);
+        if (c < CHUNKS - 1 || whole) load<LOADED, CachePolicy::NORMAL>(chunks[c], own + distance_of(c * WIDTH), 1);
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         z[i] = i < ITEMS - WIDTH || whole ? wide(chunks[i / WIDTH], i % WIDTH) : rest;
@@ -52,7 +52,8 @@ __device__ inline void sync_team() {
     else __syncwarp();
 }
 
-// Two places in turn, in shared memory, for a number of each warp of a team that is a block.
+// Shared memory for one number of each warp, where TEAM > 32.  Calls use two sides in turn, so that one barrier a call is
+// enough.
 struct Board {
     unsigned (*of_warps)[WARPS];
     int side;
@@ -81,11 +82,11 @@ template <class Fold, class T> __device__ inline T fold_team(T x, Board& board) 
     return x;
 }
 
-// True if a condition holds for every team of the warp, or of the block.  It is equal in the lanes of a team.
+// True if a condition holds in every lane of the warp.  With TEAM > 32, it must be equal in all threads of the block.
 __device__ inline bool all_teams(bool x) { return TEAM > 32 ? x : __all_sync(~0u, x); }
 
-// True if a condition holds in any lane of the warp, or of a team that is the block.
-__device__ inline bool any_lane(bool x) { return TEAM > 32 ? __syncthreads_or(x) : !__all_sync(~0u, !x); }
+// True if a condition holds in any lane of the warp; with TEAM > 32, in any thread of the block.
+__device__ inline bool any_lane(bool x) { return TEAM > 32 ? __syncthreads_or(x) : __any_sync(~0u, x); }
 
 // The sum of the numbers of the team's lanes before this one; `total` becomes that of all lanes.
 __device__ inline int sum_before(int x, int& total, Board& board) {

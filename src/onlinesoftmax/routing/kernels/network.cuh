@@ -3,8 +3,8 @@
 //
 // A key is a logit whose low bits have given place to its inverted expert, so that of equal positive logits the lower
 // expert comes first.  Each lane sorts its keys, and lanes merge their sorted keys.  If two neighbours among the K + 1
-// largest keys differ in the expert alone, keys decide only where the least of these is positive and no float32 logit of
-// the token has low bits; elsewhere, `choose` makes a list after all.
+// largest keys differ in the expert alone, keys decide only if all K + 1 are positive and if in float32 all logits of the
+// token have zeros in the low bits; otherwise `choose` makes a list after all.
 
 // On an H100, 65536 x 64 top 6 took 0.94 of the time of lists, in bfloat16 0.86, and 2^20 x 8 top 2 0.67.  Where four
 // lanes share a token, lists take less.
@@ -12,9 +12,11 @@ constexpr int SORTED = 8;   // keys of a list
 constexpr bool NETWORK =
     SHORT && TEAM <= 2 && K <= SORTED && ITEMS % SORTED == 0 && !HAS_BIAS && !GROUPED && !REPLAY;
 
+// All bits that the whole numbers below `count` need.
+__device__ constexpr unsigned bits_below(unsigned count) { return count <= 1 ? 0 : bits_below((count + 1) / 2) * 2 + 1; }
+
 // The low bits of a key that hold the inverted expert.  No expert has all of them, so that no code is 0: NaN stays NaN
 // whatever its low bits were, and an infinity becomes NaN.
-__device__ constexpr unsigned bits_below(unsigned count) { return count <= 1 ? 0 : bits_below((count + 1) / 2) * 2 + 1; }
 constexpr unsigned CODE = bits_below(TEAM * ITEMS + 1);
 
 __device__ inline int expert_of_short_key(float key) { return int(~__float_as_uint(key) & CODE); }
@@ -25,8 +27,8 @@ __device__ inline void order_or_nan(float& a, float& b) {
     b = smallest_or_nan(a, b), a = larger;
 }
 
-// Makes the list of the largest keys of two sorted lists; `mirrored` is the second one in ascending order.  `next` becomes
-// the larger of itself and those that are left out; it is needed only where K is SORTED.
+// Makes the list of the SORTED largest keys of two sorted lists; `mirrored` is the second one in ascending order.  Where K
+// is SORTED, `next` becomes the largest of itself and of the keys that are left out.
 __device__ inline void merge(float (&list)[SORTED], const float (&mirrored)[SORTED], float& next) {
 #pragma unroll
     for (int i = 0; i < SORTED; ++i) {
@@ -75,8 +77,7 @@ __device__ inline void sort_keys(const float (&z)[ITEMS], bool whole, float (&li
 }
 
 // Writes the K chosen experts of a token to the team's memory.  Returns false, and writes nothing, if keys do not decide
-// the choice for every token of the warp.
-// `largest` becomes the largest logit.
+// the choice for every token of the warp.  `largest` becomes the largest logit.
 __device__ inline bool choose_by_network(
     const X* row, const float (&z)[ITEMS], bool whole, const TeamMemory& memory, float& largest
 ) {
@@ -89,8 +90,8 @@ __device__ inline bool choose_by_network(
         // The sign is left out: 0 equals -0.
         equal = equal || ((__float_as_uint(list[j]) ^ __float_as_uint(after)) & (~CODE << 1 >> 1)) == 0;
     }
-    // Below the least normal number are the keys of 0 and of negative logits, of which the larger code makes the smaller
-    // key; and a NaN has made all keys NaN.
+    // Below the least normal number are the keys of negative logits and of -0, where a larger code makes a smaller key, and
+    // those of 0, which equals -0.  A NaN has made all keys NaN.
     bool unsure = !(next >= 1.17549435e-38f);
     if (sizeof(X) == 4 && any_lane(equal)) {
         unsigned low = 0;

@@ -2,8 +2,8 @@
 //
 // One block:  its warps take turns with those of the other blocks of a sequence: AT_ONCE tokens at a time.
 // Chosen:     for route.
-// Bytes:      one read of the logits; 8 * k + 4 bytes written for a token.
-// Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts.
+// Bytes:      one read of the logits, chosen ones once more from a cache; 8 * k + 4 bytes written for a token.
+// Limits:     rows of adjacent float32 or 16-bit logits; at most ITEMS * TEAM experts, and 8,192.
 
 // Writes the results of a token that is `inside` its sequence, and counts its experts.  Returns true if it is valid.
 //
@@ -19,7 +19,7 @@ __device__ inline bool write_token(
             return chosen_of(expert < 0 ? 0 : wide(row[expert]), expert, p.bias);
         }
         const Choice one = SHORT ? memory.chosen[j] : choice_of_key(memory.list[j]);
-        return chosen_of(HAS_BIAS ? wide(row[one.expert]) : one.by, one.expert, p.bias);
+        return chosen_of(HAS_BIAS ? wide(row[one.expert]) : one.key, one.expert, p.bias);
     };
     const ChosenExperts<decltype(load)> chosen(load);
     if (REPLAY) {
@@ -101,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
     const unsigned items = own_items(experts);
     int* const counts = reinterpret_cast<int*>(memory);
     uint64* const of_teams = reinterpret_cast<uint64*>(memory + (experts + 3) / 4);
+    // Hidden from the compiler, which else computes the addresses of the team's memory again for each token.
     int place_of_team = team * int(p.team_words); asm volatile("" : "+r"(place_of_team));
     TeamMemory own{of_teams + place_of_team, nullptr, nullptr, nullptr};
     own.chosen = reinterpret_cast<Choice*>(own.list + CAPACITY);
@@ -115,12 +116,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
     let_next_kernel_begin();   // all kernels before this one have ended
     const int tokens = int(p.tokens), step = token_step(int(p.parts)), begin = first_token(part, int(p.parts));
     int64 distance = step * p.stride; asm volatile("" : "+l"(distance));   // else it is computed for each token
-    // The next row of a lane comes into L2 meanwhile: on an H100, 65536 x 64 took 0.96 of the time.
+    // The next row comes into L2 while the block works on the row before: on an H100, 65536 x 64 took 0.96 of the time.
     const int line = threadIdx.x % TEAM * (128 / sizeof(X));
-    // A team behind the end of its sequence repeats the last token that it had, or the last one of all.
+    // A team behind the end reads its last row again, or the last one of all, and writes nothing.
     int place = begin + token_of_team();
     int64 at = (sequence * tokens + min(place, tokens - 1)) * p.stride;
-    // The lanes of a warp leave together, as the compiler sees by the vote.
+    // The vote tells the compiler that the warp's lanes leave together; __any_sync took more instructions.
     for (bool inside = place < tokens; !__all_sync(~0u, !inside);) {
         const bool inside_next = place + step < tokens;
         const unsigned token = unsigned(sequence) * tokens + min(place, tokens - 1);
@@ -130,8 +131,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) route_kernel(con
         if (inside_next && line < experts) prefetch(row + distance + line);
         bool valid = inside && (!MASKED || p.mask[token]);
         if (!REPLAY) {
-            const Of of = of_token(z, items, board);
-            choose(p, row, z, items, of, own, board, m);
+            const TokenSoftmax softmax = softmax_of_token(z, items, board);
+            choose(p, row, z, items, softmax, own, board, m);
         }
         if (REPLAY || HAS_BIAS || GROUPED || !SHORT) {
             m = z[0];

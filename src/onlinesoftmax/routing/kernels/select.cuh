@@ -1,7 +1,7 @@
 // The choice of the K experts of each token with the largest keys; of equal keys, the lower expert.
 //
 // A threshold is found that at least k keys reach, and hardly more.  The experts that reach it make a list, which is
-// sorted.  For small k, the threshold is the k-th largest maximum of groups of keys; for large k, it is found bit by
+// sorted.  For small k, the threshold is at most the k-th largest maximum of groups of keys; for large k, it is found bit by
 // bit, and so are those among equal keys that a list has no room for.
 
 struct Route {
@@ -17,9 +17,9 @@ struct Route {
     int64 scale_bits, unit_bits;       // float32 numbers
 };
 
-// A chosen expert and the number by which it was chosen: its logit, without a bias.
+// A chosen expert and the key by which it was chosen; without a bias, its logit.
 struct alignas(8) Choice {
-    float by;
+    float key;
     int expert;
 };
 
@@ -56,7 +56,8 @@ __device__ inline unsigned add_above(unsigned rank, unsigned a, unsigned own) {
     return rank;
 }
 
-// mask * 2 + (x < t), for t > -inf but 0; a NaN is not below t.  The sign of x - t is right, but -0 - 0 is -0.
+// mask * 2 + (x < t), for t other than 0; no x is below -inf, and NaN is never below.  This is the sign of x - t, but
+// -0 - 0 is -0.
 __device__ inline unsigned shift_in_below(unsigned mask, float x, float t) {
     return __funnelshift_r(__float_as_uint(x - t), mask, 31);
 }
@@ -83,7 +84,7 @@ template <class Order> __device__ inline void sort_eight(float* x, const Order& 
     for (int i = 0; i < 19; ++i) order(x[PAIRS[i][0]], x[PAIRS[i][1]]);
 }
 
-// Sorts the heads, the largest first, by a network.
+// Heads: the HEADS maxima of a lane, each of every HEADS-th item.  Sorts them, the largest first, by a network.
 __device__ inline void sort_heads(float (&heads)[HEADS]) {
     constexpr int OF_4[][2] = {{0, 2}, {1, 3}, {0, 1}, {2, 3}, {1, 2}};
     if constexpr (HEADS == 8) {
@@ -102,7 +103,7 @@ static_assert(!SHORT || K <= 16);
 constexpr bool LONG_HEADS = HEADS >= LENGTH;   // a lane has heads for a list
 constexpr int HELD = LENGTH == 1 ? 1 : LONG_HEADS ? LENGTH / 2 : HEADS, LISTED = LENGTH / HELD;
 
-// Sorts lists over `lanes` lanes that first rise and then fall, or the other way.
+// Sorts lists, the largest number first, that lie in `lanes` adjacent lanes each and rise then fall, or fall then rise.
 __device__ inline void sort_bitonic(float (&heads)[HEADS], int lanes) {
 #pragma unroll
     for (int step = lanes / 2; step; step /= 2)
@@ -117,7 +118,7 @@ __device__ inline void sort_bitonic(float (&heads)[HEADS], int lanes) {
             if (!(i & step)) order(heads[i], heads[i + step]);
 }
 
-// The number of each place, and the one across `mask` that has the same distance from the other end of COUNT numbers.
+// Makes each of the first COUNT heads use(head, other): place i gets place COUNT - 1 - i of the lane across `mask`.
 template <int COUNT, class Use> __device__ inline void with_mirrored(float (&heads)[HEADS], int mask, const Use& use) {
     float others[COUNT];
 #pragma unroll
@@ -181,15 +182,15 @@ __device__ inline float threshold_of_lists(float (&heads)[HEADS]) {
     return t;
 }
 
-// The K-th largest of the HEADS maxima of each lane's items, or a smaller one; -inf if there are fewer.  `largest`
-// becomes the first one.
+// The K-th largest of the heads of a team, or a smaller one; -inf if there are fewer.  `largest` becomes the largest key that
+// is not NaN.
 __device__ inline float threshold_of(const float (&keys)[ITEMS], Board& board, float& largest) {
     float heads[HEADS];
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) heads[i] = keys[i];
 #pragma unroll
     for (int i = HEADS; i < ITEMS; ++i) heads[i % HEADS] = fmax(heads[i % HEADS], keys[i]);
-    // A NaN would leave a maximum twice in the network.
+    // fmax and fmin of NaN and a both give a, so the network would duplicate a.
 #pragma unroll
     for (int i = 0; i < HEADS; ++i) heads[i] = fmax(heads[i], -INF);
     sort_heads(heads);
@@ -218,7 +219,7 @@ template <bool NEAR = false> __device__ inline unsigned items_by_maxima(
     return items & ~below;
 }
 
-// The word of a key that items_by_bits has put in its place.
+// The word that items_by_bits keeps in the register of a key.
 __device__ inline unsigned word_at(const float& key) { return __float_as_uint(key); }
 
 // How many words of the team are no smaller than `least`.
@@ -255,7 +256,7 @@ __device__ inline unsigned items_by_bits(float (&keys)[ITEMS], unsigned items, B
     if (!all_teams(few)) {
         // More equal keys than there is room for: those of the lowest experts.
         const int above = count_words(keys, found + 1, board), missing = K - (found == ~0u ? 0 : above);
-        int before = -1;   // too few experts up to it
+        int before = -1;   // fewer than `missing` experts up to this one have the word `found`
 #pragma unroll 1
         for (int step = 1 << EXPERT_BITS - 1; step; step /= 2)
             if (count_equal(keys, found, before + step, board) < missing) before += step;

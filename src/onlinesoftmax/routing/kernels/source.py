@@ -60,7 +60,7 @@ Large blocks are few, and add counts to the same words: 256 blocks took 6 micros
 """
 
 MOST_PARTS = 1023
-"""Most blocks of a sequence: 10 bits of a word count them (route.cuh)."""
+"""Most blocks of a sequence: 10 bits of a word count them (sums.cuh)."""
 
 
 MOST_SQUARES = 1 << 22

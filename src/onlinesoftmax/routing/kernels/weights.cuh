@@ -1,9 +1,9 @@
 // The chosen experts of a token and their scores, up to rounding errors, for both kernels.
 
-// The chosen experts that a lane has, and whether it keeps them in registers.
+// OWN: most chosen experts of a lane.  KEPT: as many in registers, or 1, where a lane loads them one by one.
 constexpr int OWN = (K + TEAM - 1) / TEAM, KEPT = OWN <= 4 ? OWN : 1;
 
-// Adjacent places that a lane has, for stores of all of them at once.
+// Adjacent places among the K of a token that a lane has, and stores at once.
 constexpr int TOGETHER = KEPT < OWN ? 1 : OWN % 4 == 0 && K % 4 == 0 ? 4 : OWN % 2 == 0 && K % 2 == 0 ? 2 : 1;
 
 struct Chosen {
@@ -43,7 +43,7 @@ template <class Load> struct ChosenExperts {
     }
 };
 
-// The factor for scores before they are divided by their sum: the reciprocal of the least sums would be infinite.
+// Factor that makes a tiny sum of scores large enough for its reciprocal to be finite.
 __device__ inline float scale_up(float sum) { return sum < 1e-30f ? 0x1p100f : 1; }
 
 // 1 / x, nearly, for x from 1 to 2^126; 0 beyond.
@@ -62,18 +62,20 @@ __device__ inline float score(float x) {
     if (SCORE == Score::IDENTITY) return x;
     const float t = exp(-fabs(x));
     if (SCORE == Score::SIGMOID) return (x < 0 ? t : 1) * reciprocal(1 + t);
-    // Below -15, log(1 + t) is t in float32.
+    // Below -15, sqrt(t) replaces sqrt(log(1 + t)): the relative error is below 8e-8.
     return x < -15 ? exp(x * 0.5f) : sqrt((x < 0 ? 0 : x) + log1p(t));
 }
 
-// log2(y) with an absolute error below 2^-22.6 up to 2, and a relative one below 2^-22 above; for normal numbers, 0 and NaN.
+// log2(y) for normal numbers, 0, inf and NaN.  The error is at most 2^-22, absolute in (0.5, 2) and relative elsewhere (PTX
+// ISA).
 __device__ inline float log_of_two(float y) { float z; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(z) : "f"(y)); return z; }
 
-// exp(x - m), for a finite m.
+// exp(x - m); m is not -inf.  For m = inf: NaN at x = inf, otherwise 0.
 __device__ inline float term_of(float x, float m) { return power_of_two((x - m) * float(LOG2_E)); }
 
-// The shift of the logits of a token by the largest one, m: a term is exp(x - m) in one instruction before the power.  As in
-// state.cuh, the amount is rounded, and from 2^30 on the base is 2, for terms are 1 or nearly 0 there.
+// The shift of the logits of a token by the largest one, m, with one instruction before the power.  A term is exp(x - m) times
+// 2^r, |r| <= 64, the same for all logits of a token; r comes from the rounding of `amount`, and log_of_sum removes it.  From
+// |m| = 2^30 on the base is 2, as in state.cuh: of logits so far apart, all terms but those of m are nearly 0.
 struct Shift {
     float m, factor, amount;
 
