@@ -286,6 +286,7 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --device cpu --backend triton", "need an NVIDIA GPU"),
         ("explain 12x5 --device h200 --ptx --no-compile", "--ptx needs the compiled kernels"),
         ("explain 12x5 --op linear_cross_entropy", "--op linear_cross_entropy needs --classes"),
+        ("explain 12x5 --op route", "Error: --op route needs --k, the number of experts of a token"),
         ("explain 12x5 --op linear_cross_entropy --classes 7 --memory 6XB", "--memory '6XB': expected a positive"),
         ("explain 12x5 --op linear_cross_entropy --classes 7 --memory 1", "memory is 1 bytes, and one token"),
         ("explain 12x5 --op linear_token_loss --classes 7 --gradients x", "unknown gradient 'x'"),

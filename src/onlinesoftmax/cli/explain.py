@@ -167,6 +167,8 @@ def _explain(
             options[name] = None if options[name] is None else parse_shape(options[name])
         if asked["operation"] in FUNCTIONS and head["classes"] is None:
             output.fail(f"--op {asked['operation']} needs --classes, the rows of its weight")
+        if asked["operation"] == "route" and asked["k"] is None:
+            output.fail("--op route needs --k, the number of experts of a token")
         if head["classes"] is not None:
             options["linear_weight"] = (head["classes"], sizes[-1])
         if head["memory"] is not None:
