@@ -117,11 +117,11 @@ REPLACED = {
         "inline float rough_reciprocal(float x)": "{ return __uint_as_float(__float_as_uint(1 / x) ^ (1 / x > 0)); }",
     },
     "lanes": {"inline unsigned first_of_addresses()": "{ return first_expert(); }"},
-    "choices": {
+    "keys": {
         "inline float smallest_or_nan(float x, float y)": "{ return x != x || y != y ? x + y : x < y ? x : y; }",
         "inline unsigned word_of_choice(float x)": "{ return x == x ? word_of(x) : ~0u; }",
     },
-    "select": {
+    "threshold": {
         "inline unsigned add_above(unsigned rank, unsigned a, unsigned own)": "{ return rank + (a > own); }",
         "inline float larger_or_smaller(float a, float b, int smaller)": (
             "{ return smaller ? fmin(a, b) : fmax(a, b); }"

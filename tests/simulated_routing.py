@@ -11,7 +11,7 @@ import torch
 
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN, Device
-from onlinesoftmax.routing import losses, reference
+from onlinesoftmax.routing import eager, losses
 from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
 from onlinesoftmax.routing.results import Losses, Routed, losses_of, with_losses
 from onlinesoftmax.routing.rules import Call, Gradients, LossGradients, Rule, checked_rule
@@ -82,7 +82,7 @@ def simulated_gradient(
 
 def check(call: Call, folder: Path, parts: int = 2, device: Device = SMALL) -> None:
     """Compare with the formulas."""
-    got, want = simulated(call, folder, parts, device), reference.found_at(call, reference.choose(call))
+    got, want = simulated(call, folder, parts, device), eager.found_at(call, eager.choose(call))
     assert torch.equal(got.indices, want.indices)
     assert torch.equal(got.counts, want.counts)
     near(got.weights, want.weights)

@@ -236,7 +236,7 @@ def test_verify_says_why_nothing_was_run(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"cuda": "no GPU of any kind", "triton": "no GPU of any kind", "eager": None}
     monkeypatch.setattr("onlinesoftmax.kernels.registry.unavailable", absent.get)
-    monkeypatch.setattr("onlinesoftmax.lab.bridge.unavailable", lambda device: "no GPU of any kind")
+    monkeypatch.setattr("onlinesoftmax.lab.jax_on_torch.unavailable", lambda device: "no GPU of any kind")
     found = run_json("verify", "--quick", "--strategy", "row", "--op", "softmax", "--dtype", "float32")
     assert found["unavailable"] == dict.fromkeys(("cuda", "triton", "pallas"), "no GPU of any kind")
     assert [cell["backend"] for cell in found["cells"]] == ["eager"]

@@ -12,7 +12,7 @@ import torch
 import cuda_simulator
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.routing import reference
+from onlinesoftmax.routing import eager
 from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
 from onlinesoftmax.routing.results import losses_of
 from onlinesoftmax.routing.rules import Call, Gradients
@@ -138,7 +138,7 @@ def test_a_network_knows_nan_by_its_low_bits(bits: int, experts: int, folder: Pa
 
 @pytest.mark.parametrize(("experts", "k"), [(96, 6), (96, 8), (128, 3), (160, 5), (256, 8), (384, 12)])
 def test_few_experts_reach_the_threshold_of_a_list(experts: int, k: int) -> None:
-    """A warp takes the slow way if one of its tokens has more of them than lanes rank at once (choose.cuh)."""
+    """A warp takes the slow way if one of its tokens has more of them than lanes rank at once (ranking.cuh)."""
     rule = a_call(logits(1, experts), k).rule
     shape = source.shape_of(rule, "float32", 4, frozenset({"COUNTS"}), 1 << 20, 1, KNOWN["h100"])
     assert shape is not None
@@ -172,7 +172,7 @@ def test_16_bit_logits_and_ties(dtype: torch.dtype, experts: int, folder: Path) 
 def test_scores_whose_sum_has_no_finite_reciprocal(folder: Path) -> None:
     call = a_call(torch.full((24, 8), -95.0), 2, score="sigmoid")
     check(call, folder)
-    found = reference.found_at(call, reference.choose(call))
+    found = eager.found_at(call, eager.choose(call))
     # A probability is s / sum, so its derivative is s (dp - mean of dp) / sum, with slopes that are the scores.
     for sums in (torch.linspace(-1, 1, 8).unsqueeze(0), torch.linspace(0, 1, 8).unsqueeze(0)):
         want = (sums - sums.mean()).expand(24, 8) / 8
@@ -185,8 +185,8 @@ def test_slopes_that_are_subnormal_numbers(folder: Path) -> None:
     """Equal weights have the derivative w (dw - mean of dw), although slopes and scores have few bits."""
     call = a_call(torch.full((24, 4), -100.0), 4, score="sigmoid")
     given = Gradients(torch.linspace(0, 1, 4).mul(1e-2).repeat(24, 1), None, None)
-    found, want = reference.found_at(call, reference.choose(call)), (given.weights - given.weights.mean()) / 4
-    near(reference.gradient(call, found, given) * 100, want * 100)
+    found, want = eager.found_at(call, eager.choose(call)), (given.weights - given.weights.mean()) / 4
+    near(eager.gradient(call, found, given) * 100, want * 100)
     near(simulated_gradient(call, found, given, folder) * 100, want * 100)
 
 
@@ -196,7 +196,7 @@ def test_logits_far_from_0(renormalize: bool, folder: Path) -> None:
     x = logits(6, 64)
     for offset in (300.7, -1e6, 2.0**30, 3e38, -3e38):
         call = a_call(torch.cat([x + offset, x.clamp(-1, 0) * 1e37 + offset]), 6, renormalize=renormalize)
-        got, want = simulated(call, folder, 2), reference.found_at(call, reference.choose(call))
+        got, want = simulated(call, folder, 2), eager.found_at(call, eager.choose(call))
         assert torch.equal(got.indices, want.indices)
         exact = call.x.double()
         near(got.lse, exact.logsumexp(1), 2e-7)
@@ -233,7 +233,7 @@ def test_chosen_scores_that_add_up_to_0(folder: Path) -> None:
     x = logits(12, 8).round()
     x[3], x[7] = torch.tensor([4.0, -4, 2, -2, -9, -9, -9, -9]), 0.0
     call = a_call(x, 4, 1, score="identity", renormalize=True)
-    assert not reference.found_at(call, reference.choose(call)).weights[[3, 7]].any()
+    assert not eager.found_at(call, eager.choose(call)).weights[[3, 7]].any()
     check(call, folder)
 
 
@@ -255,8 +255,8 @@ def test_gradients(score: str, renormalize: bool, given: str, folder: Path) -> N
     # Given experts may be equal.
     for indices in (None, torch.randint(-1, experts, (40, 5), generator=generator, dtype=torch.int32)):
         call = a_call(x, 5, 2, score=score, renormalize=renormalize, scale=2.5, mask=mask, indices=indices)
-        found = reference.found_at(call, reference.choose(call))
-        near(simulated_gradient(call, found, some, folder), reference.gradient(call, found, some), 1e-5)
+        found = eager.found_at(call, eager.choose(call))
+        near(simulated_gradient(call, found, some, folder), eager.gradient(call, found, some), 1e-5)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
@@ -291,7 +291,7 @@ def test_a_gpu_chooses_the_experts_of_a_cpu(tokens: int, experts: int, k: int, d
 
 def gpu_equals_cpu(call: Call) -> None:
     """Compare results and gradients of the kernels with the formulas."""
-    want = reference.found_at(call, reference.choose(call))
+    want = eager.found_at(call, eager.choose(call))
     for _ in range(2):
         got = cuda.route(on_gpu(call))
         assert got is not None
@@ -307,7 +307,7 @@ def gpu_equals_cpu(call: Call) -> None:
     ]
     dx = gradient_launch.gradient(on_gpu(call), got, Gradients(*(None if t is None else t.cuda() for t in noise)))
     assert dx is not None
-    near(dx, reference.gradient(call, want, Gradients(*noise)), ERRORS.get(call.x.dtype, 1e-5))
+    near(dx, eager.gradient(call, want, Gradients(*noise)), ERRORS.get(call.x.dtype, 1e-5))
 
 
 ERRORS = {torch.bfloat16: 1e-2, torch.float16: 1e-3}
@@ -338,9 +338,9 @@ def test_a_gpu_takes_more_logits_than_int32_counts() -> None:
     assert int(got.counts.sum()) == 8 * tokens
     dx = gradient_launch.gradient(call, got, Gradients(torch.ones_like(got.weights), None, torch.ones_like(got.lse)))
     last = a_call(x[-100:].cpu(), 8)
-    want = reference.found_at(last, reference.choose(last))
+    want = eager.found_at(last, eager.choose(last))
     assert torch.equal(got.indices[-100:].cpu(), want.indices)
     near(got.weights[-100:], want.weights, 1e-5)
     ones = Gradients(torch.ones_like(want.weights), None, torch.ones_like(want.lse))
     assert dx is not None
-    near(dx[-100:], reference.gradient(last, want, ones), 1e-2)
+    near(dx[-100:], eager.gradient(last, want, ones), 1e-2)

@@ -13,7 +13,7 @@ import onlinesoftmax as osm
 import simulated_routing
 from cuda_simulator import simulate_sample
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.routing import loss_run, losses, reference, run
+from onlinesoftmax.routing import eager, loss_run, losses, run
 from onlinesoftmax.routing.kernels import gradient_launch, losses_launch
 from onlinesoftmax.routing.kernels import losses as kernels
 from onlinesoftmax.routing.results import Routed, losses_of
@@ -90,7 +90,7 @@ def test_gradients_of_both_losses(score: str, folder: Path, monkeypatch: pytest.
     x, mask, generator = logits(40, 60).requires_grad_(), torch.arange(40) % 7 != 3, torch.Generator().manual_seed(3)
     call = a_call(x, 5, mask=mask, score=score, renormalize=False)
     ours = trained(call, folder, monkeypatch)
-    want = in_shape(reference.found_at(call, reference.choose(call)), call.rule, (40,), False)
+    want = in_shape(eager.found_at(call, eager.choose(call)), call.rule, (40,), False)
     noise = [torch.randn(t.shape, generator=generator) for t in (want.weights, want.prob_sums, want.lse)]
     found: list[list[Tensor]] = []
     for one in (ours, want):

@@ -14,7 +14,7 @@ import onlinesoftmax as osm
 from cuda_simulator import simulate_sample
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import choice, source, unfiltered, unfiltered_launch
+from onlinesoftmax.sampling.kernels import source, unfiltered, unfiltered_launch, which_kernel
 from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
@@ -128,8 +128,8 @@ def test_few_rows_use_many_multiprocessors_and_short_rows_few_threads() -> None:
 
 def test_gpus_without_the_instructions_have_no_kernel() -> None:
     ampere = KNOWN["a100"]
-    assert choice.refusal("float32", 1, True, ampere) is None
-    reason = choice.refusal("float32", 1, True, replace(ampere, compute_capability=(7, 5)))
+    assert which_kernel.refusal("float32", 1, True, ampere) is None
+    reason = which_kernel.refusal("float32", 1, True, replace(ampere, compute_capability=(7, 5)))
     assert reason is not None
     assert "compute capability 8.0" in reason
 

@@ -221,14 +221,14 @@ def test_a_repeated_call_checks_its_arguments_again() -> None:
 
 def test_a_prepared_call_runs_the_kernel_that_was_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the formulas in the place of a kernel."""
-    from onlinesoftmax.routing import prepared, reference
+    from onlinesoftmax.routing import eager, prepared
 
     runs = []
 
     def bound(call: Any) -> Any:
         def run(x: Tensor, bias: Tensor | None, mask: Tensor | None, indices: Tensor | None) -> Any:
             runs.append(x.shape)
-            return reference.found_of(call._replace(x=x, bias=bias, mask=mask, indices=indices))
+            return eager.found_of(call._replace(x=x, bias=bias, mask=mask, indices=indices))
 
         return run
 

@@ -11,8 +11,8 @@ from ..core.device import Device
 from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..sampling.kernels import unfiltered
-from ..sampling.kernels.choice import is_unfiltered, refusal
 from ..sampling.kernels.source import MOST_TOP, shape_of
+from ..sampling.kernels.which_kernel import is_unfiltered, refusal
 from ..sampling.rules import checked_parameters
 from .own_kernels import EAGER, OtherWay, OwnKernelExplanation, why_no_cuda
 from .rows import described, sizes_of

@@ -166,7 +166,7 @@ def _of_loss(x: torch.Tensor, asked: Asked, planner: Planner) -> Iterator[Progra
 def _of_sample(asked: Asked, device: Device) -> list[Program]:
     """The kernels of `sample`: without a filter, and with filters."""
     from ..sampling.kernels import source, unfiltered
-    from ..sampling.kernels.choice import refusal
+    from ..sampling.kernels.which_kernel import refusal
 
     x = torch.empty(asked.shape, dtype=getattr(torch, asked.dtype), device="meta")
     rows, cols = x.numel() // x.shape[-1], x.shape[-1]

@@ -5,8 +5,8 @@
     router_z_loss         keeps the logits small
 
 rules.py checks the numbers and the arrays; selection.py says which experts a token chooses, to the last bit of a score;
-formulas.py has weights, probabilities and logsumexp.  For torch tensors, reference.py has all of it with the gradient,
-and run.py takes a kernel or reference.py.
+formulas.py has weights, probabilities and logsumexp.  For torch tensors, eager.py has all of it with the gradient,
+and run.py takes a kernel or eager.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.gradients import is_traced
 from ..torch.namespace import NAMESPACE
-from . import losses, reference
+from . import eager, losses
 from .results import Losses, Routed, losses_of, with_losses
 from .rules import Call, Gradients, LossGradients, Rule
 
@@ -32,7 +32,7 @@ def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
     if is_traced(x):
         found = _by_operator(call)
     elif type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
-        found = reference.found_at(call, reference.choose(call))
+        found = eager.found_at(call, eager.choose(call))
     else:
         found = recorded(training(call)) if torch.is_grad_enabled() and x.requires_grad else found_of(call)
     return in_shape(found, call.rule, rows, dense)
@@ -57,7 +57,7 @@ def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> R
 def found_of(call: Call) -> Routed:
     """The results of a call on flat rows, without a gradient and without `dense`."""
     found = _by_kernel(call)
-    return reference.found_of(call) if found is None else found
+    return eager.found_of(call) if found is None else found
 
 
 def gradient_of(
@@ -76,7 +76,7 @@ def gradient_of(
     if dx is not None:
         return dx
     given = given if losses is None else losses.added(given, call, found.lse)
-    return reference.gradient_of(call, found, given, complete)
+    return eager.gradient_of(call, found, given, complete)
 
 
 def training(call: Call) -> Call:
@@ -170,7 +170,7 @@ def _gradient_by_pytorch(call: Call, indices: Tensor, given: tuple[Tensor | None
     with torch.enable_grad():
         # The view has no hooks: those of x run once, after this function.
         x = call.x.view_as(call.x) if create_graph else call.x.detach().requires_grad_()
-        found = reference.found_at(call._replace(x=x), indices)
+        found = eager.found_at(call._replace(x=x), indices)
         flat = in_shape(found, call.rule, (call.tokens,), False) if call.sequences == 1 else found
         functions = (
             lambda: found.weights, lambda: found.prob_sums, lambda: found.lse,

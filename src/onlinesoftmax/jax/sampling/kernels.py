@@ -13,7 +13,7 @@ from ...core.arrays import Array
 from ...core.device import Device
 from ...kernels.cuda.arguments import OwnLaunch
 from ...sampling.kernels import source, topk, unfiltered
-from ...sampling.kernels.choice import is_unfiltered, refusal
+from ...sampling.kernels.which_kernel import is_unfiltered, refusal
 from .. import cuda_call
 from ..own_kernels import Planned
 from ..signature import Values

@@ -43,10 +43,10 @@ def main() -> None:
         getattr(importlib.import_module(request["module"]), request["function"], None)
         times["import library"] = _since(start)
     if request["in_jax"]:
-        from onlinesoftmax.lab import bridge
+        from onlinesoftmax.lab import jax_on_torch
 
         start = perf_counter_ns()
-        bridge.on_tensors(lambda x: x)(torch.zeros(1, device=device))
+        jax_on_torch.on_tensors(lambda x: x)(torch.zeros(1, device=device))
         times["start JAX"] = _since(start)
     answer |= _calls(request, device, times)
     Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")

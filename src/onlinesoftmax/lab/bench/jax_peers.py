@@ -9,7 +9,7 @@ from ...core.arrays import namespace
 from ...core.options import Functions, scores
 from ...core.task import Choice
 from ...ops.reference import evaluate
-from .. import bridge
+from .. import jax_on_torch
 from .cases import Case
 from .formulas import Function, incoming
 from .peers import Ours, Peer, in_a_row
@@ -23,7 +23,7 @@ class Arrays(Peer):
 
     def why_absent(self) -> str | None:
         """JAX is missing, or has no support for the GPU."""
-        return bridge.unavailable(self.device_type)
+        return jax_on_torch.unavailable(self.device_type)
 
     def supports(self, case: Case) -> str | None:
         """Everything but causal masks, which `jax.nn` does not have either."""
@@ -35,11 +35,11 @@ class Programs(Arrays):
 
     def prepare(self, case: Case) -> Function:
         """The library's function for the case, compiled."""
-        return bridge.on_tensors(self.function(case))
+        return jax_on_torch.on_tensors(self.function(case))
 
     def repeated(self, case: Case) -> Function:
         """One program that makes all calls of the case."""
-        return bridge.on_tensors(_program(self.function(case), case.calls))
+        return jax_on_torch.on_tensors(_program(self.function(case), case.calls))
 
     def function(self, case: Case) -> Function:
         """The library's function of arrays for the case."""
@@ -55,7 +55,7 @@ class OursInJax(Programs, Ours):
         """JAX's copy; XLA would leave out copies of copies, so several of them are sums with 1."""
         import jax.numpy as jnp
 
-        return bridge.on_tensors(jnp.copy if calls == 1 else _program(lambda a: a + 1, calls))
+        return jax_on_torch.on_tensors(jnp.copy if calls == 1 else _program(lambda a: a + 1, calls))
 
     def own(self, case: Case) -> Function:
         """The same as the yardstick: other libraries are judged with more slack, so one function serves both."""
@@ -69,7 +69,7 @@ class OursInJax(Programs, Ours):
         import jax.numpy as jnp
 
         if case.with_gradient and not case.gradient.declaration.scores:
-            return bridge.on_tensors(_of_jax_nn(case))
+            return jax_on_torch.on_tensors(_of_jax_nn(case))
         theirs, wide = _of_jax_nn(case), case.accumulator
         dtypes = [returned.dtype for returned in case.returned]
 
@@ -79,7 +79,7 @@ class OursInJax(Programs, Ours):
                 return found.astype(dtypes[0])
             return tuple(y.astype(dtype) for y, dtype in zip(found, dtypes, strict=True))
 
-        return bridge.on_tensors(widened)
+        return jax_on_torch.on_tensors(widened)
 
     def function(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""

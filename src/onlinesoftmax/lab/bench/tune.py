@@ -35,9 +35,9 @@ def unavailable(backend: str) -> str | None:
     """Why a backend cannot be measured here, in one sentence; None where it can."""
     if backend != "pallas":
         return registry.unavailable(backend)
-    from .. import bridge
+    from .. import jax_on_torch
 
-    return bridge.unavailable("cuda")
+    return jax_on_torch.unavailable("cuda")
 
 
 def _compile(request: Request, arch: str) -> None:
@@ -238,7 +238,7 @@ def _in_jax(option: Request, tensors: list[Any]) -> Callable[[], Any]:
     """The call that runs a plan of Pallas on torch tensors."""
     from ...jax.plans import outputs_of
     from ...kernels import pallas
-    from .. import bridge
+    from .. import jax_on_torch
 
     operation = option.operation
 
@@ -247,7 +247,7 @@ def _in_jax(option: Request, tensors: list[Any]) -> Callable[[], Any]:
         results = pallas.run(operation.name, operands, option.plan, False, outputs=outputs_of(operation.name))
         return tuple(results.values())
 
-    on_tensors = bridge.on_tensors(run)
+    on_tensors = jax_on_torch.on_tensors(run)
     return lambda: on_tensors(*tensors)
 
 

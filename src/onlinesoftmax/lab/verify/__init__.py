@@ -18,7 +18,7 @@ from ...core.task import ITEMSIZE
 from ...kernels import registry
 from ...ops import OPERATIONS
 from ...planner.strategies import FOR_JAX, TABLE
-from .. import bridge
+from .. import jax_on_torch
 from ..names import check_names
 from .cell import Cell
 from .exact import Exact, exact_gradient, exact_result, ulp
@@ -69,7 +69,7 @@ def pairs(backends: Sequence[str] = (), strategies: Sequence[str] = ()) -> list[
 
 def unavailable(backend: str, device: str) -> str | None:
     """One sentence that says why a backend cannot be checked on this machine's "cpu" or "cuda"; None when it can."""
-    return bridge.unavailable(device) if backend == "pallas" else registry.unavailable(backend)
+    return jax_on_torch.unavailable(device) if backend == "pallas" else registry.unavailable(backend)
 
 
 def verify(

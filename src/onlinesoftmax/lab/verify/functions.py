@@ -8,7 +8,7 @@ from typing import Any
 
 from ... import api
 from ...core.declaration import Operation
-from .. import bridge
+from .. import jax_on_torch
 
 Function = Callable[..., Any]
 
@@ -55,7 +55,7 @@ def _losses(function: Function) -> Function:
 
 def in_jax(operation: Operation) -> Function:
     """Our public function for JAX, on tensors."""
-    function = bridge.forward(operation.name)
+    function = jax_on_torch.forward(operation.name)
     if not operation.has_target:
         return function
 

@@ -6,7 +6,7 @@
 //             The logits of the chosen experts are read again.
 // Limits:     those of route.cuh.
 //
-// reference.py has the formulas.  What chosen experts get more than others is spread over a row of shared memory, which
+// eager.py has the formulas.  What chosen experts get more than others is spread over a row of shared memory, which
 // is 0 otherwise.
 
 struct RouteGradient {

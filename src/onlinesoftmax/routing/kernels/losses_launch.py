@@ -9,7 +9,7 @@ import torch
 
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool
-from ...sampling.kernels.choice import refusal
+from ...sampling.kernels.which_kernel import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from .losses import MOST_READ, POINTERS, Shape, launch_of, shape_of

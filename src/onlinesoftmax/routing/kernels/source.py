@@ -13,8 +13,8 @@ from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
 from ...sampling import kernels as sampling
-from ...sampling.kernels.choice import refusal
 from ...sampling.kernels.source import constants_of
+from ...sampling.kernels.which_kernel import refusal
 from ..rules import Call, Rule, Score
 from ..selection import HALF_LOG
 
@@ -28,8 +28,8 @@ SHARED = (
 FILES = (
     *SHARED,
     ("row/list_sort", cuda.__name__),
-    *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "choices", "select", "groups", "network")),
-    *((name, str(__package__)) for name in ("choose", "sums", "route")),
+    *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "keys", "threshold", "groups", "network")),
+    *((name, str(__package__)) for name in ("ranking", "sums", "route")),
 )
 """Files of the kernel, in the order of inclusion."""
 

@@ -14,8 +14,8 @@ from ...torch.small_kernels import on_device
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered_launch
-from .choice import is_unfiltered, refusal
 from .source import MOST_TOP, NUMBERS, POINTERS, Shape, launch_of, shape_of, slice_of
+from .which_kernel import is_unfiltered, refusal
 
 Tensor = torch.Tensor
 

@@ -16,9 +16,9 @@ from ...torch.fast_path import MOST_ENTRIES
 from ...torch.prepare import allocator
 from ..results import TopLogprobs
 from . import topk
-from .choice import refusal
 from .source import slice_of
 from .unfiltered_launch import is_aligned
+from .which_kernel import refusal
 
 Tensor = torch.Tensor
 

@@ -16,9 +16,9 @@ from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.prepare import allocator
 from ..results import Sampled
-from .choice import refusal
 from .source import slice_of
 from .unfiltered import POINTERS, Shape, launch_of, shape_of
+from .which_kernel import refusal
 
 Tensor = torch.Tensor
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ....core.units import size
 from ....explanation import explain
-from ... import bridge
+from ... import jax_on_torch
 from ..cases import Case
 from ..check import OTHERS_SLACK
 from ..jax_peers import Arrays
@@ -285,7 +285,7 @@ class JaxHead(Arrays):
             outputs, vjp = jax.vjp(lambda x, weight: forward(x, weight, target), x, weight)
             return (*vjp(incoming or (jnp.ones((), outputs[0].dtype),)), *outputs)
 
-        return bridge.on_tensors(function)
+        return jax_on_torch.on_tensors(function)
 
     def forward(self, case: Case) -> Function:
         """The function from input, weight and target to the tuple of outputs."""

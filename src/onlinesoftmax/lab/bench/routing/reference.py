@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....routing.reference import choose
+from ....routing.eager import choose
 from ....routing.rules import Call, checked_rule
 from .cases import RouteCase
 from .peers import incoming

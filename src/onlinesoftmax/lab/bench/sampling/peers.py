@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from ....explanation import explain
-from ... import bridge
+from ... import jax_on_torch
 from ..cases import Case
 from ..jax_peers import Arrays
 from ..peers import Compiled, ForGpus, Peer
@@ -209,7 +209,7 @@ class JaxTokens(Arrays, Tokens):
 
 @lru_cache(maxsize=1)
 def _in_jax(case: TokenCase) -> Function:
-    return bridge.on_tensors(in_jax(case))
+    return jax_on_torch.on_tensors(in_jax(case))
 
 
 def in_jax(case: TokenCase) -> Function:

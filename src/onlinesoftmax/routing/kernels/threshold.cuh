@@ -25,7 +25,7 @@ struct alignas(8) Choice {
 
 // The memory of a team: its list, then its k choices if the list is short, then what groups of experts need.
 //
-// A list has 64-bit words; a packed one (choose.cuh) has CAPACITY keys of 32 bits, then their experts.
+// A list has 64-bit words; a packed one (ranking.cuh) has CAPACITY keys of 32 bits, then their experts.
 struct TeamMemory {
     uint64* list;
     Choice* chosen;

@@ -1,4 +1,4 @@
-"""JAX's functions on PyTorch's tensors: the bridge itself, and bench, verify and explain over it."""
+"""JAX's functions on PyTorch's tensors, and bench, verify and explain by them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch", reason="the bridge is between torch and jax")
-pytest.importorskip("jaxlib", reason="the bridge is between torch and jax")
+pytest.importorskip("torch", reason="the functions are of jax, the tensors of torch")
+pytest.importorskip("jaxlib", reason="the functions are of jax, the tensors of torch")
 pytest.importorskip("typer", reason="bench, verify and explain are commands")
 
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from onlinesoftmax import explanation
 from onlinesoftmax.cli import build
 from onlinesoftmax.core.device import known
 from onlinesoftmax.jax import functions
-from onlinesoftmax.lab import bridge
+from onlinesoftmax.lab import jax_on_torch
 from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
@@ -40,7 +40,7 @@ def cli(*arguments: str) -> Any:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_memory_goes_over_and_back(dtype: torch.dtype) -> None:
     x = torch.arange(6, dtype=dtype).view(2, 3)
-    y = bridge.on_tensors(lambda a, b: a + b)(x, x.t().contiguous().t())
+    y = jax_on_torch.on_tensors(lambda a, b: a + b)(x, x.t().contiguous().t())
     assert y.dtype == dtype
     assert torch.equal(y, 2 * x)
 
@@ -49,14 +49,14 @@ def test_memory_goes_over_and_back(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", FORWARD)
 def test_autograd_knows_the_functions(name: str, dim: int) -> None:
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: bridge.forward(name)(x, dim), x)
-    torch.testing.assert_close(bridge.forward(name)(x, dim), getattr(torch, name)(x, dim))
+    assert torch.autograd.gradcheck(lambda x: jax_on_torch.forward(name)(x, dim), x)
+    torch.testing.assert_close(jax_on_torch.forward(name)(x, dim), getattr(torch, name)(x, dim))
 
 
 def test_why_jax_cannot() -> None:
-    assert bridge.unavailable("cpu") is None
+    assert jax_on_torch.unavailable("cpu") is None
     if not torch.cuda.is_available():
-        assert "no support for this GPU" in str(bridge.unavailable("cuda"))
+        assert "no support for this GPU" in str(jax_on_torch.unavailable("cuda"))
 
 
 # bench
@@ -109,7 +109,7 @@ def test_bench_measures_a_mean_by_one_pass(monkeypatch: pytest.MonkeyPatch) -> N
 def test_what_is_wrong_in_jax_gets_no_time() -> None:
     class Wrong(OursInJax):
         def prepare(self, case: Case) -> Any:
-            return bridge.on_tensors(lambda x: 1.001 * x / x.sum(case.dim, keepdims=True))
+            return jax_on_torch.on_tensors(lambda x: 1.001 * x / x.sum(case.dim, keepdims=True))
 
     [found] = run([Case("softmax", (4, 8), 1, "float32")], [Wrong("cpu")], CPU, 1, CpuClock())
     assert isinstance(found, CaseResult)
@@ -159,8 +159,10 @@ def test_what_the_commands_refuse(arguments: tuple[str, ...], message: str) -> N
 
 
 def test_a_wrong_kernel_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = bridge.forward
-    monkeypatch.setattr(bridge, "forward", lambda name: lambda x, dim, **how: 1.00001 * right(name)(x, dim, **how))
+    right = jax_on_torch.forward
+    monkeypatch.setattr(
+        jax_on_torch, "forward", lambda name: lambda x, dim, **how: 1.00001 * right(name)(x, dim, **how)
+    )
     [cell] = verification.verify(
         backends=["pallas"], strategies=["row"], operations=["softmax"], dtypes=["float32"], quick=True
     )

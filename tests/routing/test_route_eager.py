@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the routing of tensors needs torch")
 
-from onlinesoftmax.routing import reference  # noqa: E402  # torch may be missing
+from onlinesoftmax.routing import eager  # noqa: E402  # torch may be missing
 from onlinesoftmax.routing.results import Routed  # noqa: E402  # torch may be missing
 from onlinesoftmax.routing.rules import Call, Gradients, checked_rule  # noqa: E402
 
@@ -45,7 +45,7 @@ def scores_of(x: np.ndarray, score: str) -> np.ndarray:
 def test_weights_and_sums_are_those_of_the_textbook(score: str, order: str, renormalize: bool) -> None:
     x = torch.from_numpy(np.random.default_rng(3).normal(0, 3, (12, 7))).abs()
     call = call_of(x, 3, score=score, order=order, renormalize=renormalize, scale=2.5, sequences=2)
-    found = reference.found_at(call, reference.choose(call))
+    found = eager.found_at(call, eager.choose(call))
     z = x.numpy()
     order_of = np.argsort(-z, -1, kind="stable")[:, :3]
     assert found.indices.numpy().tolist() == order_of.tolist()
@@ -100,7 +100,7 @@ def test_biased_scores_decide_to_the_last_bit(score: str) -> None:
     bias = (rng.integers(-2, 2, 32) * 2**-24).astype(np.float32)
     call = call_of(torch.from_numpy(x), 32, bias=torch.from_numpy(bias), score=score)
     scores = biased_scores(x, bias, score).astype(np.float64)
-    assert reference.choose(call).tolist() == np.argsort(-scores, -1, kind="stable").tolist()
+    assert eager.choose(call).tolist() == np.argsort(-scores, -1, kind="stable").tolist()
     exact = scores_of(x.astype(np.float64), score)
     assert abs(biased_scores(x, 0 * bias, score) / exact - 1).max() < 2e-6
 
@@ -115,7 +115,7 @@ def test_groups_are_chosen_by_the_sums_of_their_best(bias: bool, group_score: st
     totals = np.sort(s.reshape(64, 6, 4), -1)[..., -n:].sum(-1)
     kept = np.argsort(-totals, -1)[:, :2, None] == np.arange(6).repeat(4)
     order = np.argsort(-np.where(kept.any(1), s, -np.inf), -1)[:, :5]
-    assert reference.choose(call).tolist() == order.tolist()
+    assert eager.choose(call).tolist() == order.tolist()
 
 
 def test_hard_rows_have_distinct_experts_and_weights_of_nan_or_0() -> None:
@@ -133,12 +133,12 @@ def test_hard_rows_have_distinct_experts_and_weights_of_nan_or_0() -> None:
     for score, order, renormalize in OPTIONS:
         for groups in (None, 1):
             call = call_of(x, 4, score=score, order=order, renormalize=renormalize, groups=groups, group_k=groups)
-            found = reference.found_at(call, reference.choose(call))
+            found = eager.found_at(call, eager.choose(call))
             assert found.indices.tolist() == wanted
             assert found.weights[1].tolist() == [0] * 4
             assert found.weights[2, 2:].tolist() == [0] * 2
             assert found.weights[0].isnan().all()
-        biased = reference.choose(call_of(x, 4, bias=torch.zeros(6), score=score, order=order))
+        biased = eager.choose(call_of(x, 4, bias=torch.zeros(6), score=score, order=order))
         assert biased[:4].tolist() == [*wanted[:3], [1, 3, 2, 0]]
         assert sorted(biased[4].tolist())[:2] == [0, 1]
 
@@ -147,13 +147,13 @@ def test_a_sum_of_0_and_masked_tokens_give_0() -> None:
     x = torch.tensor([[-200.0, -300.0], [1.0, 2.0], [math.nan, 5.0], [0.0, 0.0]])
     mask = torch.tensor([True, True, False, True])
     call = call_of(x, 1, score="sigmoid", mask=mask)
-    found = reference.found_at(call, reference.choose(call))
+    found = eager.found_at(call, eager.choose(call))
     assert found.weights.tolist() == [[0.0], [1.0], [0.0], [1.0]]
     assert found.indices.tolist() == [[0], [1], [-1], [0]]
     assert found.counts.tolist() == [[2, 1]]
     assert found.lse[2] == 0
     assert found.prob_sums.isfinite().all()
-    again = reference.found_at(call._replace(mask=None), found.indices)
+    again = eager.found_at(call._replace(mask=None), found.indices)
     assert all(torch.equal(a, b) for a, b in zip(found[:5], again[:5], strict=True))
 
 
@@ -168,20 +168,20 @@ def test_the_gradient_is_that_of_automatic_differentiation(score: str, order: st
     call = call_of(
         x, 3, score=score, order=order, renormalize=renormalize, scale=1.5, bias=bias, mask=mask, sequences=2
     )
-    indices = reference.choose(call)
-    found = reference.found_at(call, indices)
+    indices = eager.choose(call)
+    found = eager.found_at(call, indices)
     given = Gradients(
         *[torch.randn(t.shape, generator=rng, dtype=torch.float64) for t in (found.weights, found.prob_sums, found.lse)]
     )
     (wanted,) = torch.autograd.grad([found.weights, found.prob_sums, found.lse], x, list(given))
     found = Routed(*(t if t is None else t.detach() for t in found))
-    torch.testing.assert_close(reference.gradient(call, found, given), wanted, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(eager.gradient(call, found, given), wanted, rtol=1e-12, atol=1e-14)
     assert wanted.isfinite().all()
     for name in Gradients._fields:
         alone = Gradients(*[given[i] if each == name else None for i, each in enumerate(Gradients._fields)])
-        fresh = reference.found_at(call, indices)
+        fresh = eager.found_at(call, indices)
         (wanted,) = torch.autograd.grad(getattr(fresh, name), x, getattr(given, name))
-        torch.testing.assert_close(reference.gradient(call, found, alone), wanted, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(eager.gradient(call, found, alone), wanted, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("sequences", [1, 2, 10])
@@ -190,15 +190,15 @@ def test_parts_of_the_tokens_give_the_same(sequences: int, most: int, monkeypatc
     rng = torch.Generator().manual_seed(2)
     x, mask = torch.randn(40, 6, generator=rng, dtype=torch.float64), torch.rand(40, generator=rng) > 0.2
     call = call_of(x, 2, mask=mask, sequences=sequences)
-    whole = reference.found_at(call, reference.choose(call))
+    whole = eager.found_at(call, eager.choose(call))
     shapes = (40, 2), (sequences, 6), (40,)
     given = Gradients(*[torch.randn(shape, generator=rng, dtype=torch.float64) for shape in shapes])
-    monkeypatch.setattr(reference, "CHUNK", most * 6)
-    for ours, wanted in zip(reference.found_of(call)[:5], whole[:5], strict=True):
+    monkeypatch.setattr(eager, "CHUNK", most * 6)
+    for ours, wanted in zip(eager.found_of(call)[:5], whole[:5], strict=True):
         assert ours.dtype == wanted.dtype
         torch.testing.assert_close(ours, wanted, rtol=1e-14, atol=1e-14)
-    ours = reference.gradient_of(call, whole, given)
-    torch.testing.assert_close(ours, reference.gradient(call, whole, given), rtol=1e-14, atol=1e-14)
+    ours = eager.gradient_of(call, whole, given)
+    torch.testing.assert_close(ours, eager.gradient(call, whole, given), rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize(("score", "order", "renormalize"), OPTIONS)
@@ -212,14 +212,14 @@ def test_calls_whose_numbers_are_finite_give_the_same(score: str, order: str, re
     for own in (None, bias):
         options = {"score": score, "order": order, "renormalize": renormalize, "groups": 4, "group_k": 3, "scale": 0.5}
         call = call_of(x, 3, bias=own, sequences=2, **options)
-        exact = reference.found_at(call, reference.choose(call))
+        exact = eager.found_at(call, eager.choose(call))
         (wanted,) = torch.autograd.grad([exact.weights, exact.prob_sums, exact.lse], x, list(given))
-        found = reference.found_of(call._replace(x=x.detach()))
+        found = eager.found_of(call._replace(x=x.detach()))
         for ours, theirs in zip(found[:5], exact[:5], strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
-        dx = reference.gradient(call, found, given, complete=True)
+        dx = eager.gradient(call, found, given, complete=True)
         torch.testing.assert_close(dx, wanted, rtol=1e-12, atol=1e-13)
         infinite = torch.cat([x.detach(), torch.full((2, 8), -math.inf, dtype=torch.float64)])
-        again = reference.found_of(call._replace(x=infinite, sequences=1, tokens=32))
+        again = eager.found_of(call._replace(x=infinite, sequences=1, tokens=32))
         torch.testing.assert_close(again.weights[:30], found.weights, rtol=1e-13, atol=1e-13)
         assert again.indices[:30].tolist() == found.indices.tolist()
