@@ -17,7 +17,7 @@ import torch
 from contract import CASES, DECLARED, DEVICE, DTYPES, FORMS, GPU, LONG, PLANS, Case, Form, forms_of, name_of, run_case
 from onlinesoftmax import PlanError
 from onlinesoftmax.core.declaration import Operation
-from onlinesoftmax.lab import bridge
+from onlinesoftmax.lab import jax_on_torch
 from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.lab.verify import exact, functions
 from onlinesoftmax.planner.strategies import FOR_JAX, FORCED_CUDA
@@ -155,7 +155,7 @@ def test_cuda_kernels_in_jax(
     plan: str, operation: str, dtype: torch.dtype, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The public function for JAX through the CUDA kernels, and its gradient by JAX, beside PyTorch's."""
-    if reason := bridge.unavailable("cuda"):
+    if reason := jax_on_torch.unavailable("cuda"):
         pytest.skip(reason)
     monkeypatch.setattr(functions, "ours", lambda _, forward: functions.in_jax(forward))
     monkeypatch.setattr(exact, "KEEPS_STATES", ("cuda",))
