@@ -362,6 +362,22 @@ def test_another_current_device() -> None:
 
 
 @pytest.mark.gpu
+def test_two_devices_in_turn() -> None:
+    """Prepared calls of one shape keep the arguments of launches for their own device."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x, target = torch.randn(64, 512), some_targets(64, classes=512)
+    for _ in range(3):
+        for device in ("cuda:0", "cuda:1"):
+            ours, given = x.to(device).requires_grad_(), target.to(device)
+            want = functional.cross_entropy(ours, given)
+            found = osm.cross_entropy(ours, given)
+            torch.testing.assert_close(found, want)
+            for one, other in ((found, want), (osm.softmax(ours).square().sum(), ours.softmax(-1).square().sum())):
+                torch.testing.assert_close(*(torch.autograd.grad(y, ours)[0] for y in (one, other)))
+
+
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events:UserWarning")
 @pytest.mark.parametrize("rows", [64, 2 * MOST_ROWS_IN_ONE_LAUNCH])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
