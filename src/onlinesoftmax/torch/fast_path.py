@@ -122,7 +122,7 @@ def _guard_of(tensors: tuple[Any, ...]) -> Callable[..., bool] | None:
     return guard
 
 
-_TensorGuards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_TensorGuards = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 MOST_GUARDS = 4
 """Number of calls under the same arguments that are found by guards: each takes a fifth of the time of a key."""
