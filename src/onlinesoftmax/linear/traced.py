@@ -26,7 +26,7 @@ Bounds = tuple[int | None, torch.dtype]
 
 
 def losses(call: LossCall, weight: Tensor | None, stats: bool) -> tuple[Tensor, Any]:
-    """As `losses` of run.py.
+    """The losses of a traced call, in the form in which `losses` of run.py gives them.
 
     The gradient of a mean over many tokens is too small for float16, so there it waits for the factor of a scaler.
     """
@@ -112,7 +112,7 @@ def _token_loss_in_chunks(
     plan: LinearPlan, head: Head, options: Any, acc_dtype: torch.dtype, factor: Tensor, function: tuple[Any, ...],
     ignored: Tensor,
 ) -> Tensor:  # fmt: skip
-    """As `token_loss`, with the gradients in the forward pass; `function` is the loss with its other tensors."""
+    """The sum of `token_loss`, whose gradients the forward pass computes; `function` is the loss, then its tensors."""
     x, weight, bias, of_target, _ = head
     (of_input, of_weight, of_bias), (loss, *beside), ops = wanted_of(head), function, _operators()
     rows, w, b = x.detach(), weight.detach(), None if bias is None else bias.detach()

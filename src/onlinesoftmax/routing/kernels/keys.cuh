@@ -20,7 +20,7 @@ __device__ inline float bounded_power(float y) {
 }
 __device__ inline float exactly_exp(float x) { return bounded_power(__fmul_rn(x, float(LOG2_E))); }
 
-// What the scores of softmax need of a token: its largest logit and, with a bias, the sum of its powers.
+// Numbers of a token from which its scores of softmax follow: the largest logit and, with a bias, the sum of the powers.
 struct TokenSoftmax {
     float m, sum;
 };

@@ -46,7 +46,7 @@ template <class Load> struct ChosenExperts {
 // Factor that makes a tiny sum of scores large enough for its reciprocal to be finite.
 __device__ inline float scale_up(float sum) { return sum < 1e-30f ? 0x1p100f : 1; }
 
-// 1 / x, nearly, for x from 1 to 2^126; 0 beyond.
+// 1 / x, nearly, for normal x up to 2^126; 0 beyond.
 __device__ inline float rough_reciprocal(float x) {
     float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;
 }
