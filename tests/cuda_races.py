@@ -63,7 +63,7 @@ REMOVED_BARRIERS = (
     ("cluster", "row/block_reduce.cuh", "__syncthreads();"),
     (PACKED, "strategy/row/packed.cuh", "__syncthreads();"),
     (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
-    ("reduction", "pass/reduction.cuh", "__syncthreads();"),
+    ("reduction", "small/reduction.cuh", "__syncthreads();"),
     ("sample", "exchange.cuh", "__syncthreads();"),
     ("unfiltered", "parts.cuh", "__syncthreads();"),
     ("topk", "topk.cuh", "__syncthreads();"),

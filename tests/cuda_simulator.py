@@ -305,7 +305,7 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail:
 
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a reduction on the host with the parameter at an address."""
-    parts = [reduction.prologue(one), *map(_replaced, ("row/warp_shuffle", "channel/channel", "pass/reduction"))]
+    parts = [reduction.prologue(one), *map(_replaced, ("row/warp_shuffle", "channel/channel", "small/reduction"))]
     text = _program(parts, "Reduction", reduction.NAME)
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), blocks, 1, blocks)
 
@@ -333,7 +333,7 @@ def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArra
 
 def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path) -> None:
     """Run a kernel of sharded rows on the host with the parameter at an address."""
-    parts = [merge.prologue(rows.kind), _replaced("numeric/state"), _replaced("pass/merge")]
+    parts = [merge.prologue(rows.kind), _replaced("numeric/state"), _replaced("small/merge")]
     text = _program(parts, "ShardedRows", f"{kernel}_kernel")
     load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)
 

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 from onlinesoftmax.cli.bench import bench
 from onlinesoftmax.lab.bench.cases import Case
+from onlinesoftmax.lab.bench.measure import run
 from onlinesoftmax.lab.bench.peers import Peer
 from onlinesoftmax.lab.bench.result import CaseResult, Result
-from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.tables import Table, read_cases, table_of
 
 CPU = torch.device("cpu")

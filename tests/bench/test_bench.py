@@ -24,9 +24,9 @@ from onlinesoftmax.lab.bench import analysis, libraries, record_file, timing
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_input
+from onlinesoftmax.lab.bench.measure import run
 from onlinesoftmax.lab.bench.peers import Ours, Torch
 from onlinesoftmax.lab.bench.result import CaseResult
-from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.timing import Against, CpuClock, CudaClock, Flush, Times
 from onlinesoftmax.lab.names import parse_shape
 from onlinesoftmax.planner.plan import plan
@@ -168,7 +168,7 @@ def test_out_of_memory_half_way_is_skipped_too(monkeypatch: pytest.MonkeyPatch) 
     def no_room(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    monkeypatch.setattr("onlinesoftmax.lab.bench.run.make_inputs", no_room)
+    monkeypatch.setattr("onlinesoftmax.lab.bench.measure.make_inputs", no_room)
     (found,) = run([Case("softmax", (2, 3), 1, "float32")], [Ours("cpu")], CPU, 1)
     assert str(found.skipped).startswith("out of memory")
 

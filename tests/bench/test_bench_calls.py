@@ -21,8 +21,8 @@ from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.cold_suite import calls_of, run_cold
 from onlinesoftmax.lab.bench.host_times import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
 from onlinesoftmax.lab.bench.jax_peers import JaxNN, OursInJax
+from onlinesoftmax.lab.bench.measure import run
 from onlinesoftmax.lab.bench.peers import Ours, Peer, Torch
-from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.timing import CpuClock
 
 SOFTMAX = Case("softmax", (4, 8), 1, "float32")

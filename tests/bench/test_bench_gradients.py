@@ -20,8 +20,8 @@ from onlinesoftmax.lab.bench import formulas, libraries
 from onlinesoftmax.lab.bench.cases import SCALE, SOFTCAP, Case
 from onlinesoftmax.lab.bench.check import Reference
 from onlinesoftmax.lab.bench.inputs import make_inputs, rounded
+from onlinesoftmax.lab.bench.measure import planned, run
 from onlinesoftmax.lab.bench.peers import Ours, Torch
-from onlinesoftmax.lab.bench.run import planned, run
 from onlinesoftmax.lab.bench.suites import SUITES, cases
 
 GRADIENTS = ["softmax_backward", "log_softmax_backward", "logsumexp_backward"]

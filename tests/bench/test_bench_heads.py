@@ -14,9 +14,9 @@ from bench_cases import CPU, recorded, refused
 
 from onlinesoftmax.lab.bench.heads import peers
 from onlinesoftmax.lab.bench.heads.cases import HeadCase
+from onlinesoftmax.lab.bench.heads.measure import make_head
 from onlinesoftmax.lab.bench.heads.peers import HEAD_PEERS, OursHead, TorchHead
 from onlinesoftmax.lab.bench.heads.reference import errors, sample_of
-from onlinesoftmax.lab.bench.heads.run import make_head
 from onlinesoftmax.lab.bench.kinds import run_kind
 
 HEADS = [HeadCase(name, (20, 6, 30), 2, "float64", with_gradient=True) for name in (peers.LOSS, peers.TOKENS)]

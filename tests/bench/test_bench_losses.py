@@ -17,8 +17,8 @@ from bench_cases import CASES, CPU, LOSS, ON_CPU, ROWS, TOKENS, call, name, tabl
 from onlinesoftmax.lab.bench import inputs
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
+from onlinesoftmax.lab.bench.measure import run
 from onlinesoftmax.lab.bench.peers import Ours, Torch
-from onlinesoftmax.lab.bench.run import run
 from onlinesoftmax.lab.bench.suites import SUITES, cases
 from onlinesoftmax.lab.bench.tables import MEMORY
 from onlinesoftmax.lab.bench.timing import USUAL, Call, CpuClock, Flush, Samples

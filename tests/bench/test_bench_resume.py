@@ -16,7 +16,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 from bench_cases import SMALL, Wrong, call
 
-from onlinesoftmax.lab.bench import libraries, run
+from onlinesoftmax.lab.bench import libraries, measure
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.record_file import Recording, ResumeError
 from onlinesoftmax.lab.bench.result import CaseResult
@@ -28,19 +28,19 @@ THREE = (*SMALL, "--op", "softmax", "--op", "log_softmax", "--op", "logsumexp")
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that are measured from here on."""
     found: list[str] = []
-    measure = run._measure
+    timed = measure._measure
 
     def counted(case: Case, *rest: Any) -> CaseResult:
         found.append(case.operation)
-        return measure(case, *rest)
+        return timed(case, *rest)
 
-    monkeypatch.setattr(run, "_measure", counted)
+    monkeypatch.setattr(measure, "_measure", counted)
     return found
 
 
 def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """End the next run of the benchmark by an interruption before it measures another case."""
-    whole = run.run
+    whole = measure.run
 
     def some(*arguments: Any) -> Iterator[CaseResult]:
         for done, found in enumerate(whole(*arguments)):
@@ -48,7 +48,7 @@ def interrupt_after(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 raise KeyboardInterrupt
             yield found
 
-    monkeypatch.setattr(run, "run", some)
+    monkeypatch.setattr(measure, "run", some)
 
 
 def test_an_interrupted_run_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]) -> None:
@@ -91,7 +91,7 @@ def test_a_wrong_result_that_is_kept_fails_the_command_again(tmp_path: Path, mon
 def test_a_skipped_case_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: list[str]) -> None:
     arguments = (*SMALL, "--out", str(tmp_path / "r.json"), "--resume")
     with monkeypatch.context() as patch:
-        patch.setattr(run, "lacks_memory", lambda *_: "no room")
+        patch.setattr(measure, "lacks_memory", lambda *_: "no room")
         assert "skipped: no room" in call(*arguments).stdout
     assert call(*arguments).exit_code == 0
     assert measured == ["softmax"]
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_written_is_known_before_the_first_case(
     monkeypatch.chdir(tmp_path)
     os.mkfifo("fifo.json")
     Path("null.json").symlink_to("/dev/null")
-    monkeypatch.setattr("onlinesoftmax.lab.bench.run.run", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr("onlinesoftmax.lab.bench.measure.run", lambda *_: pytest.fail("it measures"))
     result = call(*SMALL, "--peers", "torch", *arguments)
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert result.stderr.startswith(sentence)

@@ -17,9 +17,9 @@ from bench_cases import CPU, recorded, refused
 import onlinesoftmax as osm
 from onlinesoftmax.lab.bench.kinds import run_kind
 from onlinesoftmax.lab.bench.routing.cases import GATES, RouteCase
+from onlinesoftmax.lab.bench.routing.measure import checked, make_logits
 from onlinesoftmax.lab.bench.routing.peers import OursGate, QuackGate, TorchGate, TransformerEngineGate
 from onlinesoftmax.lab.bench.routing.reference import wrong
-from onlinesoftmax.lab.bench.routing.run import checked, make_logits
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -17,9 +17,9 @@ from bench_cases import CPU, recorded, refused
 from onlinesoftmax.lab.bench.kinds import run_kind
 from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, DecodeCase, TokenCase
 from onlinesoftmax.lab.bench.sampling.decoding import make_decoder
+from onlinesoftmax.lab.bench.sampling.measure import make_logits
 from onlinesoftmax.lab.bench.sampling.peers import TOKEN_PEERS, OursTokens, TorchTokens
 from onlinesoftmax.lab.bench.sampling.reference import threshold_of, wrong
-from onlinesoftmax.lab.bench.sampling.run import make_logits
 
 HERE = [peer("cpu") for name, peer in TOKEN_PEERS.items() if name != "compile" and peer("cpu").why_absent() is None]
 CASES = [

@@ -18,8 +18,8 @@ from onlinesoftmax.lab.bench import tables
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CANNOT
 from onlinesoftmax.lab.bench.sharded import peers
+from onlinesoftmax.lab.bench.sharded.measure import run
 from onlinesoftmax.lab.bench.sharded.peers import collectives_of
-from onlinesoftmax.lab.bench.sharded.run import run
 from onlinesoftmax.lab.bench.sharded.team import GroupClock, Team
 
 SMALL = ("--shape", "6x135", "--dtype", "bfloat16", "--device", "cpu", "--repeat", "1")

@@ -152,5 +152,5 @@ def test_blocks_that_count(strategy: str) -> None:
 
 
 def test_the_kernel_says_which_losses_it_reduces() -> None:
-    [limits] = re.findall(r"(\d+) rows,\n//\s+(\d+) MiB", source.text("pass/scalar_loss.cuh"))
+    [limits] = re.findall(r"(\d+) rows,\n//\s+(\d+) MiB", source.text("row/scalar_loss.cuh"))
     assert [int(limit) for limit in limits] == [MOST_ROWS_IN_ONE_LAUNCH, MOST_BYTES_IN_ONE_LAUNCH >> 20]

@@ -16,7 +16,7 @@ from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.kernels.cuda.strategy.row.packed_proposals import PACKED
 from onlinesoftmax.planner import measured
-from onlinesoftmax.planner.forecast import anchors
+from onlinesoftmax.planner.fastest import anchors
 from onlinesoftmax.planner.measured import KEPT_RATIO, Cell, Key, Table, Timing, key_of, slug, table_for
 from onlinesoftmax.planner.plan import Plan, Planner, Strategies, plan
 from onlinesoftmax.planner.price import LAUNCH_US

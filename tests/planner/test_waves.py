@@ -7,7 +7,7 @@ import pytest
 from onlinesoftmax.core.device import known
 from onlinesoftmax.core.problem import Problem
 from onlinesoftmax.core.task import Choice
-from onlinesoftmax.planner.forecast import anchors, forecast_for
+from onlinesoftmax.planner.fastest import anchors, forecast_for
 from onlinesoftmax.planner.measured import Cell, Key, Table, Timing, table_for
 from onlinesoftmax.planner.plan import plan
 from onlinesoftmax.planner.strategies import TABLE, strategies_of

@@ -19,7 +19,7 @@ import kept
 from cuda_machine import load_kernel
 from cuda_simulator import simulated_own_source, simulated_source
 from onlinesoftmax.core.device import known
-from onlinesoftmax.jax import cuda_call, custom_op, own_kernels
+from onlinesoftmax.jax import cuda_call, custom_op, kernel_or_formula
 from onlinesoftmax.kernels.cuda import compile, source, xla_handler
 from onlinesoftmax.kernels.cuda.arguments import OwnLaunch
 from onlinesoftmax.kernels.cuda.xla_handler import Launch
@@ -85,10 +85,10 @@ def simulated_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Plan for an H100, and run its kernels on the host."""
     register()
     HOST.folder = kept.for_kernels(request.config, request.getfixturevalue("tmp_path_factory"))
-    plan, run, device = custom_op.kernel_plan, own_kernels.run, known("h100")
+    plan, run, device = custom_op.kernel_plan, kernel_or_formula.run, known("h100")
     monkeypatch.setattr(custom_op, "kernel_plan", lambda platform, *call: plan("cuda", *call))
-    monkeypatch.setattr(own_kernels, "run", lambda platform, *call: run("cuda", *call))
-    for module in (custom_op, own_kernels):
+    monkeypatch.setattr(kernel_or_formula, "run", lambda platform, *call: run("cuda", *call))
+    for module in (custom_op, kernel_or_formula):
         monkeypatch.setattr(module, "to_lower_for", lambda: device)
     monkeypatch.setattr(cuda_call, "_launch", partial(HOST.launch, cuda_call._launch))
     monkeypatch.setattr(compile, "cubin", code_of)

@@ -25,7 +25,7 @@ from onlinesoftmax.lab import verify as verification
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.inputs import make_inputs
 from onlinesoftmax.lab.bench.jax_peers import JaxNN, OursInJax
-from onlinesoftmax.lab.bench.run import CaseResult, planned, run
+from onlinesoftmax.lab.bench.measure import CaseResult, planned, run
 from onlinesoftmax.lab.bench.timing import CpuClock
 from onlinesoftmax.ops import OPERATIONS
 

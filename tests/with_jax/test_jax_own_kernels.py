@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from simulated_gpu import simulated_gpu
 
 import onlinesoftmax.jax as osj
-from onlinesoftmax.jax import cuda_call, own_kernels
+from onlinesoftmax.jax import cuda_call, kernel_or_formula
 from onlinesoftmax.kernels.cuda import xla_handler
 
 Run = Callable[[Callable[..., Any], Any], Any]
@@ -212,7 +212,7 @@ def test_programs_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     x = jax.ShapeDtypeStruct((64, 640), jnp.float32)
     calls = partial(osj.sample, 3, top_k=4), partial(osj.topk_logprobs, k=4), partial(osj.route, k=4)
     named = AbstractMesh((1,), ("a",), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
-    monkeypatch.setattr(own_kernels, "to_lower_for", lambda: own_kernels.UNNAMED_GPU)
+    monkeypatch.setattr(kernel_or_formula, "to_lower_for", lambda: kernel_or_formula.UNNAMED_GPU)
     for call in calls:
         assert cuda_call.TARGET not in lowered(call, x)
     monkeypatch.undo()

@@ -160,14 +160,14 @@ def _steps(
     suite: Suite, everybody: list[Any], where: Any, options: dict[str, Any], left: list[Case]
 ) -> Iterable[CaseResult]:
     """Measure cases in the way of the suite."""
-    from ..lab.bench import cold_suite, host_times, run
+    from ..lab.bench import cold_suite, host_times, measure
     from ..lab.bench.kinds import KINDS, run_kind
 
     if suite.measures in KINDS:
         return run_kind(suite.measures, left, everybody, where, options["repeat"])
     if suite.measures == "first calls":
         return cold_suite.run_cold(left, everybody, where, options["quick"])
-    steps = host_times.run_host if suite.measures == "host time" else run.run
+    steps = host_times.run_host if suite.measures == "host time" else measure.run
     return steps(left, everybody, where, options["repeat"])
 
 

@@ -74,12 +74,12 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         output.fail(f"--suite {name} measures several processes; start it with: {COMMAND} {name}")
     import torch.distributed as dist
 
-    from ..lab.bench.sharded import heads, libraries, peers, run
+    from ..lab.bench.sharded import heads, libraries, measure, peers
     from ..lab.bench.sharded.team import Team
 
     of_heads = suite.measures == "head time"
     known: dict[str, Any] = heads.PEERS if of_heads else peers.PEERS | libraries.PEERS
-    steps: Any = heads.run_heads if of_heads else run.run
+    steps: Any = heads.run_heads if of_heads else measure.run
     with output.refusing():
         asked = list(known) if options["peers"] is None else split_names(options["peers"])
         check_names("peer", asked, known)

@@ -11,8 +11,8 @@ from ..kernels import registry
 from ..routing.kernels import source
 from ..routing.rules import Call, Rule, checked_rule
 from ..routing.rules import sizes_of as sequences_of
-from .own_kernels import EAGER, OtherWay, OwnKernelExplanation, why_no_cuda
 from .rows import described, sizes_of
+from .ways import EAGER, OtherWay, WayExplanation, why_no_cuda
 
 ROUTE = "route"
 
@@ -58,7 +58,7 @@ class RouteKernel(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class RouteExplanation(OwnKernelExplanation):
+class RouteExplanation(WayExplanation):
     """The result of `explain` for `route`; `str()` of it is a text to read."""
 
     function = ROUTE

@@ -14,8 +14,8 @@ from ..sampling.kernels import unfiltered
 from ..sampling.kernels.source import MOST_TOP, shape_of
 from ..sampling.kernels.which_kernel import is_unfiltered, refusal
 from ..sampling.rules import checked_parameters
-from .own_kernels import EAGER, OtherWay, OwnKernelExplanation, why_no_cuda
 from .rows import described, sizes_of
+from .ways import EAGER, OtherWay, WayExplanation, why_no_cuda
 
 SAMPLE = "sample"
 
@@ -66,7 +66,7 @@ class Kernel(NamedTuple):
 
 
 @dataclass(frozen=True, repr=False)
-class SampleExplanation(OwnKernelExplanation):
+class SampleExplanation(WayExplanation):
     """The result of `explain` for `sample`; `str()` of it is a text to read."""
 
     function = SAMPLE

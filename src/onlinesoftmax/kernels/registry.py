@@ -55,7 +55,7 @@ def small_kernels(backend: str, name: str) -> ModuleType:
 
 
 @cache
-def own_kernels(operation: Operation, backend: str, strategy: str) -> ModuleType | None:
+def kernels_of(operation: Operation, backend: str, strategy: str) -> ModuleType | None:
     """The module of an operation's own kernels for a strategy, named after the backend; None where it has none."""
     if all(row[:2] != (backend, strategy) for row in operation.own_strategies):
         return None
@@ -65,7 +65,7 @@ def own_kernels(operation: Operation, backend: str, strategy: str) -> ModuleType
 
 def strategy_module(operation: Operation, backend: str, strategy: str) -> ModuleType:
     """The module of a strategy, of a backend that has one for each: the operation's own, or the backend's."""
-    own = own_kernels(operation, backend, strategy)
+    own = kernels_of(operation, backend, strategy)
     with LOADING:
         return own or importlib.import_module(f"{__package__}.{backend}.{strategy}")
 

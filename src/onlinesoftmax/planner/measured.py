@@ -1,7 +1,7 @@
 """Measured tables: which variants of which strategies were fast for a grid of shapes, and their microseconds.
 
 `onlinesoftmax tune` makes a table for the GPU at hand; tables of some GPUs come with the package.  The planner reads
-them (forecast.py).  A GPU without a table borrows another's, which is a better guess than an estimate.
+them (fastest.py).  A GPU without a table borrows another's, which is a better guess than an estimate.
 """
 
 from __future__ import annotations

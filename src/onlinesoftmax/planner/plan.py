@@ -2,7 +2,7 @@
 
 The planner reads a problem, a description of a device and a table of measured times; it does not query the hardware.
 Each strategy lists proposals, likeliest first.  With measured times of similar shapes, the planner forecasts the times
-of all proposals (forecast.py).  Otherwise it estimates the time of the first proposal of each strategy from bytes,
+of all proposals (fastest.py).  Otherwise it estimates the time of the first proposal of each strategy from bytes,
 bandwidth and launches (price.py).  The proposal with the least time wins; where two backends are equally fast, or two
 strategies by their estimates, the one with less host time wins.
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..core.device import Device
 from ..core.problem import Problem
 from ..core.task import ANY, Choice, Task
-from .forecast import forecast_for
+from .fastest import forecast_for
 from .measured import Table
 from .price import Plan, priced
 from .proposal import no_gpu

@@ -15,7 +15,7 @@ from ...kernels.cuda.arguments import OwnLaunch
 from ...routing.kernels import gradient, source
 from ...routing.rules import Call, Gradients, Rule
 from .. import cuda_call
-from ..own_kernels import Planned
+from ..kernel_or_formula import Planned
 from ..signature import Values
 
 

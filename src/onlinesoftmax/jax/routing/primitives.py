@@ -29,7 +29,7 @@ from ...core.arrays import Array, namespace
 from ...routing import formulas, selection
 from ...routing.rules import Rule, sizes_of
 from ...sampling.formulas import ordered
-from .. import array_types, own_kernels, partitioning, wide
+from .. import array_types, kernel_or_formula, partitioning, wide
 from ..signature import Values
 from . import kernels
 
@@ -143,7 +143,7 @@ def _lowered(
 
     Args:
         name: Name for the record of plans.
-        formula, kernel: Functions of `call` and then as in own_kernels.py.
+        formula, kernel: Functions of `call` and then as in kernel_or_formula.py.
         totals: Number of the last results that are sums over tokens.
         platform, arrays, names, call: As for other primitives.
     """
@@ -157,7 +157,9 @@ def _lowered(
         # The lowering of a part begins after that of the whole.
         with wide.with_64_bits():
             operands = dict(zip(names, local, strict=True))
-            found = own_kernels.run(platform, name, operands, partial(formula, call), kernel and partial(kernel, call))
+            found = kernel_or_formula.run(
+                platform, name, operands, partial(formula, call), kernel and partial(kernel, call)
+            )
         several, number = divided.get(tokens), totals(call)
         if several and number:
             found = [*found[:-number], *(jax.lax.psum(t, several) for t in found[-number:])]

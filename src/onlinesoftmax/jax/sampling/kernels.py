@@ -15,7 +15,7 @@ from ...kernels.cuda.arguments import OwnLaunch
 from ...sampling.kernels import source, topk, unfiltered
 from ...sampling.kernels.which_kernel import is_unfiltered, refusal
 from .. import cuda_call
-from ..own_kernels import Planned
+from ..kernel_or_formula import Planned
 from ..signature import Values
 
 

@@ -20,7 +20,7 @@ from ...core.options import ScoreOptions
 from ...sampling import formulas
 from ...sampling.results import Sampled, Support, TopLogprobs, Verified
 from ...sampling.rules import Parameters
-from .. import array_types, autograd, custom_op, own_kernels, wide
+from .. import array_types, autograd, custom_op, kernel_or_formula, wide
 from ..eager import logsumexp_of, scores, scores_at
 from ..prepare import Rows
 from ..signature import Signature, Values
@@ -41,12 +41,12 @@ class Function(NamedTuple):
     Attributes:
         name: Name of the public function.
         formula: formula(call, operands) returns the results.
-        kernel: kernel(call) is its kernel in own_kernels.py; None without one.
+        kernel: kernel(call) is its kernel in kernel_or_formula.py; None without one.
     """
 
     name: str
     formula: Callable[[Call, Values], list[Array]]
-    kernel: Callable[[Call], own_kernels.Kernel] | None
+    kernel: Callable[[Call], kernel_or_formula.Kernel] | None
 
 
 class Call(NamedTuple):
@@ -123,7 +123,7 @@ def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: Call) 
         if name in operands:
             operands[name] = operands[name].astype(dtype)
     name, formula, kernel = call.function
-    found = own_kernels.run(platform, name, operands, partial(formula, call), kernel and kernel(call))
+    found = kernel_or_formula.run(platform, name, operands, partial(formula, call), kernel and kernel(call))
     return [t.astype(jnp.int32) if jnp.issubdtype(t.dtype, jnp.integer) else t for t in found]
 
 

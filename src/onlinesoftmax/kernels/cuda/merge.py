@@ -57,7 +57,7 @@ def pack(rows: ShardedRows) -> bytes:
 
 def source(rows: ShardedRows) -> str:
     """The source of both kernels."""
-    return program(prologue(rows), "numeric/state", "pass/merge")
+    return program(prologue(rows), "numeric/state", "small/merge")
 
 
 def prologue(rows: ShardedRows) -> str:

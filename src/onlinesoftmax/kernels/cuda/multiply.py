@@ -53,4 +53,4 @@ def source(dtype: str, out: str, factor: str) -> str:
     """The source of the kernel for the dtypes of a gradient, the result and the factor."""
     types = {"T": dtype, "OUT": out, "ACC": "float64" if dtype == "float64" else "float32", "FACTOR": factor}
     numbers = {"THREADS": THREADS, "BATCH": BATCH, "VECTOR": 16 // max(ITEMSIZE[dtype], ITEMSIZE[out])}
-    return program(declarations(types, typed(numbers)), "pass/multiply")
+    return program(declarations(types, typed(numbers)), "small/multiply")

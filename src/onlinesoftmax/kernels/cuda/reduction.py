@@ -75,7 +75,7 @@ def pack(reduction: Reduction) -> bytes:
 
 def source(reduction: Reduction) -> str:
     """The source of the kernel."""
-    return program(prologue(reduction), "row/warp_shuffle", "channel/channel", "pass/reduction")
+    return program(prologue(reduction), "row/warp_shuffle", "channel/channel", "small/reduction")
 
 
 def prologue(reduction: Reduction) -> str:

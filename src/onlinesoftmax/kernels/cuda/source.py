@@ -15,7 +15,7 @@ from ...core.device import CACHE_LINE
 from ...core.task import ITEMSIZE, MOST_PROCESSES
 from ...ops import OPERATIONS
 from ...planner.plan import Plan
-from ..registry import own_kernels
+from ..registry import kernels_of
 from ..request import Request
 from .messages import COPIES, CPP_TYPES, LINE_WORDS, SETS, SLOTS, keeps_argmax, message_packets, sum_count, sum_type
 from .params import (
@@ -36,7 +36,7 @@ from .strategy.row.packed_proposals import PACKED
 
 FILES = (
     "numeric/state", "channel/channel", "channel/state_words", "channel/loss_words", "row/operands", "numeric/formulas",
-    "row/warp_shuffle", "row/block_reduce", "channel/processes", "row/slice", "pass/scalar_loss",
+    "row/warp_shuffle", "row/block_reduce", "channel/processes", "row/slice", "row/scalar_loss",
 )  # fmt: skip
 """Files that every kernel needs besides numeric/numbers, in the order of inclusion."""
 
@@ -110,7 +110,7 @@ def files_of(request: Request) -> list[tuple[str, str]]:
 
     The last file of an operation's own kernel stands in the operation's room.
     """
-    own = own_kernels(request.operation, "cuda", request.plan.strategy)
+    own = kernels_of(request.operation, "cuda", request.plan.strategy)
     files, package = (own.KERNEL_FILES, request.operation.kernels) if own else (KERNEL_FILES, __package__)
     *parts, last = files[kernel_file(request.plan)]
     return [*((name, __package__) for name in (*FILES, *parts)), (last, package)]

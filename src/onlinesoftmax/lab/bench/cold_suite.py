@@ -19,9 +19,9 @@ from ...core.cache import UnusableError, cache_folder, read_private
 from ...core.whole_files import write_whole
 from ...planner.plan import Plan, PlanError
 from .cases import Case
+from .measure import planned, refusal
 from .peers import Ours, Peer
 from .result import CaseResult, Result
-from .run import planned, refusal
 from .timing import Times
 
 EMPTY, FILLED = "empty", "filled"

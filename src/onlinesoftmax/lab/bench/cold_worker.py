@@ -118,7 +118,7 @@ def _ours(request: dict[str, Any], device: Any) -> Any:
 def _verdict(case: Any, inputs: Any, result: Any, own: Any, ours: bool) -> dict[str, Any]:
     """The error of a result, and the error that is allowed: that of the framework's own function."""
     from onlinesoftmax.lab.bench.check import Reference
-    from onlinesoftmax.lab.bench.run import Judge
+    from onlinesoftmax.lab.bench.measure import Judge
 
     # Autograd's record of the call is not needed.
     inputs = tuple(t.detach() for t in inputs)

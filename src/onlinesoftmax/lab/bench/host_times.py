@@ -12,9 +12,9 @@ from ...explanation import Explanation
 from .cases import Case
 from .check import Inputs
 from .inputs import lacks_memory, make_inputs
+from .measure import check_all, clock_of
 from .peers import Ours, Peer, first_line
 from .result import CaseResult, Result
-from .run import check_all, clock_of
 from .timing import Clock, Times
 
 PLAIN, OUT, RECORDING, BOTH, BARE = "plain", "out=", "recording", "forward+backward", "bare launch"

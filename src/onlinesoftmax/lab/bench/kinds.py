@@ -6,17 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .entries import Measures
-from .heads import run as heads
+from .heads import measure as heads
 from .heads import steps
 from .heads.peers import HEAD_PEERS, OursHead
 from .heads.step_peers import STEP_PEERS, OursStep
+from .measure import clock_of, each_case
 from .peers import Peer
 from .result import CaseResult
-from .routing import run as routing
+from .routing import measure as routing
 from .routing.peers import GATE_PEERS, OursGate
-from .run import clock_of, each_case
 from .sampling import decoding
-from .sampling import run as sampling
+from .sampling import measure as sampling
 from .sampling.peers import TOKEN_PEERS, OursTokens
 from .timing import Clock
 

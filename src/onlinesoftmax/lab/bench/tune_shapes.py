@@ -14,7 +14,7 @@ from ...core.view import View, contiguous_view, row_view
 from ...kernels.request import Request
 from ...ops import OPERATIONS
 from ...planner import strategies
-from ...planner.forecast import stand_in
+from ...planner.fastest import stand_in
 from ...planner.measured import optional_operands
 from ...planner.plan import Plan, priced
 from ..names import check_names

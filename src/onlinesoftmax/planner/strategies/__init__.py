@@ -9,7 +9,7 @@ from ...kernels.cuda.strategy.cluster.proposals import cluster
 from ...kernels.cuda.strategy.grid.proposals import grid
 from ...kernels.cuda.strategy.looped.proposals import looped
 from ...kernels.cuda.strategy.row.proposals import row
-from ..forecast import Propose
+from ..fastest import Propose
 from . import eager, pallas, triton
 
 __all__ = ["FORCED_CUDA", "FORCED_EAGER", "FOR_JAX", "JAX_WITH_CUDA", "TABLE", "Propose", "Strategies", "strategies_of"]

@@ -9,14 +9,14 @@ from ...core.device import Device
 from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
+from .prefetch import STAGES, TOKENS, prefetch_bytes
 from .source import constants_of, slice_of
-from .stream import STAGES, TOKENS, stream_bytes
 
 NAME = "topk_kernel"
 
 _SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
-_OWN = ("scores", "exchange", "lists", "stream", "topk")
+_OWN = ("scores", "exchange", "lists", "prefetch", "topk")
 
 FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
 """Files of the kernel, in the order of inclusion."""
@@ -72,7 +72,7 @@ class Shape(NamedTuple):
     @property
     def dynamic_bytes(self) -> int:
         """Bytes of the logits that are under way, and of the list."""
-        return stream_bytes(self.threads, self.dtype) + 8 * self.capacity
+        return prefetch_bytes(self.threads, self.dtype) + 8 * self.capacity
 
 
 def shape_of(rows: int, cols: int, k: int, dtype: str, aligned: bool, target: bool, device: Device) -> Shape | None:

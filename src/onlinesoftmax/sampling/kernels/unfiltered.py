@@ -9,13 +9,13 @@ from ...core.device import Device
 from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnLaunch
 from ...kernels.cuda.source import program
+from .prefetch import STAGES, TOKENS, prefetch_bytes
 from .source import constants_of, most_blocks, slice_of
-from .stream import STAGES, TOKENS, stream_bytes
 
 NAME = "unfiltered_kernel"
 
 _SHARED = "row/warp_shuffle", "channel/barrier", "channel/cluster_messages"
-_OWN = "scores", "noise", "stream", "parts", "race", "unfiltered"
+_OWN = "scores", "noise", "prefetch", "parts", "race", "unfiltered"
 
 FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
 """Files of the kernel, in the order of inclusion."""
@@ -74,7 +74,7 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, raw: bool, device:
 
 def dynamic_bytes(shape: Shape) -> int:
     """Bytes of the logits that are under way."""
-    return stream_bytes(shape.threads, shape.dtype)
+    return prefetch_bytes(shape.threads, shape.dtype)
 
 
 @cache

@@ -1,6 +1,7 @@
 """The benchmark of functions with a head: forward and backward of hidden states, a weight and targets.
 
-`cases` has their cases, `peers` the ways to compute them, `reference` the exact results of some rows; `run` measures.
+`cases` has their cases, `peers` the ways to compute them, `reference` the exact results of some rows; `measure` times
+them.
 
 `steps` measures whole training steps, with a decoder before the head: `step_cases` has their sizes, `step_peers` the
 ways from the last hidden states to the loss.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 from ....core.task import ITEMSIZE
 from ..entries import Measures
 from ..inputs import extra_bytes, lacking
+from ..measure import check_each, with_all_times
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, with_all_times
 from ..timing import Call, Clock
 from .step_cases import POLICY, StepCase
 from .step_peers import losses_on_logits

@@ -23,7 +23,7 @@ ASKED: dict[str, dict[str, dict[str, Any]]] = {
 """The arguments that are measured, by function and by the name that tables show."""
 
 LOGITS = ("normal", "peaked", "zipf")
-"""Kinds of logits; `run.make_logits` says what each is."""
+"""Kinds of logits; `measure.make_logits` says what each is."""
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 from ....core.task import ITEMSIZE
 from ..entries import Measures
 from ..inputs import lacking
+from ..measure import check_each, with_all_times
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, with_all_times
 from ..timing import Call, Clock
 from .cases import DecodeCase
-from .run import checked, lacks_memory
+from .measure import checked, lacks_memory
 
 KIND: Measures = "decoding time"
 

@@ -15,13 +15,13 @@ from ....distributed import mailboxes
 from ..cases import Case
 from ..formulas import Function
 from ..heads.cases import HeadCase
+from ..heads.measure import KIND, bare_products, lacks_memory, make_head, wrong
 from ..heads.peers import LOSS, TOKENS, OursHead, TorchHead, with_gradients
 from ..heads.reference import Sample, errors, sample_of
-from ..heads.run import KIND, bare_products, lacks_memory, make_head, wrong
 from ..inputs import extra_bytes
+from ..measure import check_each, refusal
 from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
-from ..run import check_each, refusal
-from .run import agreed
+from .measure import agreed
 from .team import GroupClock, Team
 
 FUNCTIONS: dict[str, Function] = {
@@ -99,7 +99,7 @@ PEERS: dict[str, type[ShardedHead]] = {each.name: each for each in (ShardedByCol
 def run_heads(
     cases: Iterable[HeadCase], everybody: Sequence[ShardedHead], team: Team, repeat_ms: float
 ) -> Iterator[CaseResult]:
-    """Measure the cases, one at a time, in all processes of the team; arguments as for `sharded.run.run`."""
+    """Measure the cases, one at a time, in all processes of the team; arguments as for `sharded.measure.run`."""
     clock = GroupClock(team)
     for case in cases:
         lacking = lacks_memory(case, team.device)

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from ..cases import Case
 from ..check import Inputs
 from ..inputs import lacks_memory, make_inputs
+from ..measure import Checked, check_all
 from ..result import ALL_REDUCE, COPY_OF_SHARD, CaseResult, Result
-from ..run import Checked, check_all
 from .peers import Member
 from .team import GroupClock, Team
 

@@ -1,4 +1,4 @@
-"""Forecasts: the time of each proposal for a problem, from the times of measured shapes around it.
+"""The fastest proposal of a strategy for a problem, by a forecast from the times of measured shapes around it.
 
     time = launches + sum over the anchors of weight · (measured time - launches) · slowdown
 

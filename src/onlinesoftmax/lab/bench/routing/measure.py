@@ -8,9 +8,9 @@ from typing import Any
 
 from ..entries import Measures
 from ..inputs import extra_bytes, lacking
+from ..measure import check_each, over_one_read
 from ..peers import Peer
 from ..result import CaseResult, Result
-from ..run import check_each, over_one_read
 from ..timing import Call, Clock
 from .cases import RouteCase
 from .peers import Gate, OursGate

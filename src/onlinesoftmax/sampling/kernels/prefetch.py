@@ -1,4 +1,4 @@
-"""The sizes of stream.cuh, which brings the logits of a block through shared memory."""
+"""The sizes of prefetch.cuh, which brings the logits of a block through shared memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ STAGES = 2
 """Steps that a thread loads ahead."""
 
 
-def stream_bytes(threads: int, dtype: str) -> int:
+def prefetch_bytes(threads: int, dtype: str) -> int:
     """Bytes of shared memory of the logits that are under way."""
     return STAGES * TOKENS * threads * ITEMSIZE[dtype]

@@ -9,9 +9,9 @@ from typing import Any
 from ..check import OTHERS_SLACK
 from ..entries import Measures
 from ..inputs import extra_bytes, lacking
+from ..measure import check_each, with_times
 from ..peers import Peer
 from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
-from ..run import check_each, with_times
 from ..timing import Call, Clock, Flush, Times
 from .cases import HeadCase
 from .peers import TOKENS, OursHead, TorchHead

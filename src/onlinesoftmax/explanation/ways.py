@@ -28,7 +28,7 @@ class OtherWay(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OwnKernelExplanation(ABC):
+class WayExplanation(ABC):
     """The result of `explain` for such an operation; `str()` of it is a text to read.
 
     Attributes:
