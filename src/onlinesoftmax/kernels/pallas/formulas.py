@@ -4,10 +4,8 @@ A strategy makes a state of each tile (`of`, `of_tiles`) and merges until a row 
 `row_constants` once per row and `output` for each element, `row_results` once per row, or both.
 Elements come in pairs (a, b): (score, unused), or (saved output, dy) in the gradients of softmax and log_softmax.
 
-The gradients of softmax and log_softmax need one plain sum over their row, the dot:
-    softmax           factor * y (dy - dot)        dot = sum(y dy)
-    log_softmax       factor * (dy - exp(y) dot)   dot = sum(dy)
-The other gradients are given the state (m, l) and do not reduce:
+The gradients of softmax and log_softmax need one plain sum over their row, and are the formulas of their
+declarations, times the factor.  The other gradients are given the state (m, l) and do not reduce:
     logsumexp         t exp(z - m)                 t = factor * dy / l
     with a target     the formula is in loss_formulas.py
 
@@ -36,8 +34,8 @@ class RowConstants(NamedTuple):
     """Values that `output` needs and that are the same along a row.
 
     Attributes:
-        t: 1 / l for softmax, log(l) for log_softmax, dot for their gradients, a factor of exp(z - m) for the others.
-        shift: Number that is subtracted before exp; None in a gradient that has no exp of scores.
+        t: log(l) for a logarithm, the plain sum for a gradient with one, a factor of exp(z - m) for the others.
+        shift: Number that is subtracted before exp; None in a gradient with a plain sum.
         low: Rounding error of t, where the output would show it; else None.
         target: Column of the target; None, as the next three, in an operation without a target.
         own, spread, slope: Constants of the gradients in loss_formulas.py; None for a spread or a slope of 0.
@@ -96,6 +94,12 @@ class Op(NamedTuple):
     def reduces(self) -> bool:
         """True where a row is reduced to a state."""
         return self.operation.reduces
+
+    @property
+    def is_logarithm(self) -> bool:
+        """True where the output of an element is its score minus constants of the row, not a multiple of its exp."""
+        operation = self.operation
+        return not (operation.backward or operation.per_row or operation.may_keep_terms)
 
     @property
     def written(self) -> tuple[str, ...]:
@@ -166,7 +170,7 @@ class Op(NamedTuple):
             # An element that is not there has the score -inf and a finite logit.
             there = (a > -jnp.inf) | (jnp.abs(b) == jnp.inf)
             return tuple(jnp.where(there, a - self.target.centre, jnp.zeros_like(a)) for _ in self.plain)
-        return tuple(a * b if self.name == "softmax_backward" else b for _ in self.plain)
+        return tuple(self.operation.formula.sums[name](jnp, x=a, dy=b) for name in self.plain)
 
     def sum_dtype(self, dtype: Any) -> Any:
         """Dtype of plain sums and of all sums that `of_tiles` returns: float64 where `exact`, else `dtype`.
@@ -258,7 +262,7 @@ class Op(NamedTuple):
         m, l = a[:2]
         if self.target is not None:
             return self._target_constants(self.target, state.shift(m), l)
-        t, low = state.reciprocal(l) if self.name == "softmax" else (jnp.log(l), None)
+        t, low = (jnp.log(l), None) if self.is_logarithm else state.reciprocal(l)
         return RowConstants(jnp.where(jnp.abs(m) == jnp.inf, jnp.nan, t), state.shift(m), low if self.exact else None)
 
     def _target_constants(self, target: Target, m: Array, l: Array) -> RowConstants:
@@ -307,11 +311,10 @@ class Op(NamedTuple):
     def output(self, a: Array, b: Array, constants: RowConstants, column: Array | None = None) -> Array:
         """The output for the elements (a, b); an operation with a target needs their columns."""
         t, s, low = constants.t, constants.shift, constants.low
-        if self.name == "softmax_backward":
-            return self.factor * (a * (b - t))
-        if self.name == "log_softmax_backward":
-            return self.factor * (b - jnp.exp(a) * t)
-        if self.name == "log_softmax":
+        if s is None:
+            [total] = self.plain
+            return self.factor * self.operation.formula.outputs["y"](jnp, x=a, dy=b, **{total: t})
+        if self.is_logarithm:
             return (a - s) - t
         e = jnp.exp(a - s)
         y = e * t if low is None else e * t + e * low
@@ -354,4 +357,4 @@ class Op(NamedTuple):
     @property
     def masked(self) -> float:
         """The output where the mask is False."""
-        return -jnp.inf if self.name == "log_softmax" else 0.0
+        return -jnp.inf if self.is_logarithm else 0.0
