@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 from ways import HOW
 
 import onlinesoftmax as osm
 from contract import DEVICE
+from onlinesoftmax.sampling import TopLogprobs
 from onlinesoftmax.sampling.topk import CHUNK
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -211,3 +214,47 @@ def test_a_trace_of_torchscript_lists_tokens() -> None:
     assert "onlinesoftmax::topk_logprobs" in str(traced.graph)
     x = torch.randn(5, 8)
     torch.testing.assert_close(traced(x), osm.topk_logprobs(x, 2).logprobs)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first", "prepared"])
+@pytest.mark.parametrize("name", CALLS)
+def test_tracers_see_the_calls_on_tensors_that_they_find_outside(name: str, warm: bool) -> None:
+    """Such a tensor is of the plain type, and a launch would write to a tensor without memory."""
+    ours, _ = CALLS[name]
+    x, t = torch.randn(3, 8, device=DEVICE), torch.tensor([1, 0, 2], device=DEVICE)
+    want = ours(x, t, **HOW) + 1
+    for _ in range(3 if warm else 0):
+        ours(x, t, **HOW)
+
+    class Plus(torch.nn.Module):
+        def forward(self, one: torch.Tensor) -> torch.Tensor:
+            return ours(x, t, **HOW) + one
+
+    one = torch.ones((), device=DEVICE)
+    exported = torch.export.export(Plus(), (one,), strict=False)
+    traces = [make_fx(Plus(), tracing_mode=mode, _allow_non_fake_inputs=True)(one) for mode in ("real", "fake")]
+    for traced in (exported.module(), *traces):
+        assert "onlinesoftmax" in str(traced.graph)
+        torch.testing.assert_close(traced(one), want)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        found = ours(x, t, **HOW)
+    assert isinstance(found, FakeTensor)
+    assert found.shape == want.shape
+
+
+def test_vmap_takes_results_with_fields_that_are_none() -> None:
+    x = torch.randn(3, 4, 8)
+    found = torch.vmap(lambda x: osm.topk_logprobs(x, 2), out_dims=TopLogprobs(0, 0, 0, None, None, 0))(x)
+    torch.testing.assert_close(found, osm.topk_logprobs(x, 2))
+
+
+def test_a_trace_reads_no_value_of_a_tensor_on_a_cpu() -> None:
+    """make_fx records calls on plain tensors too."""
+    x = torch.randn(3, 8)
+    calls: list[Callable[[torch.Tensor], Any]] = [
+        lambda x: osm.topk_logprobs(x, 2)[:3], lambda x: osm.sample(x, seed=1, top_k=3, top_logprobs=2)[:7],
+        lambda x: osm.route(x, 2)[:3],
+    ]  # fmt: skip
+    for call in calls:
+        y = torch.randn(3, 8)
+        torch.testing.assert_close(make_fx(call)(x)(y), call(y))

@@ -16,6 +16,7 @@ from ..torch.arguments import TORCH
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
+from ..torch.gradients import is_traced
 from . import rules
 from .rules import LARGEST_INT64, Parameters, checked_between, checked_choice, checked_count, checked_target
 
@@ -91,7 +92,7 @@ def checked_of_rows(logits: Logits, argument: str, value: Any, dtype: str, low: 
             )
         return value.detach().to(wide).expand(logits.rows).reshape(count).contiguous()
     number = checked_between(logits, argument, value, whole, low, high)
-    traced = torch.compiler.is_compiling() or is_transformed()
+    traced = is_traced(x) or is_transformed()
     # A CUDA graph owns its memory.
     if not x.is_cuda or type(x) not in PLAIN_TYPES or traced or torch.cuda.is_current_stream_capturing():
         return torch.full((count,), number, dtype=wide, device=x.device)

@@ -6,6 +6,7 @@ import torch
 
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
+from ..torch.gradients import is_traced
 
 Tensor = torch.Tensor
 
@@ -33,8 +34,7 @@ def largest(z: Tensor, k: int) -> Tensor:
 
 def is_readable(t: Tensor) -> bool:
     """True for a tensor whose values the host can read without waiting: on a CPU, outside of traces and transforms."""
-    # Tracers other than dynamo pass tensors of another type.
-    return t.is_cpu and type(t) in PLAIN_TYPES and not torch.compiler.is_dynamo_compiling() and not is_transformed()
+    return t.is_cpu and type(t) in PLAIN_TYPES and not is_traced(t) and not is_transformed()
 
 
 def _largest_on_cpu(z: Tensor, k: int) -> Tensor:

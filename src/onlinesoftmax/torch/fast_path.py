@@ -75,14 +75,15 @@ def find(
     """(key, prepared call) of tensors that a kernel can read, as `look_up`, which passes `recording`.
 
     To read the properties of a tensor takes the host half a microsecond, and to hash them as long again.  A guard of
-    PyTorch's compiler compares them, and the modes by which operations are dispatched, in a fifth of a microsecond.
+    PyTorch's compiler compares them, and sees autocast, vmap and inference mode, in a fifth of a microsecond.
     """
     while tensors and tensors[-1] is None:
         tensors = tensors[:-1]
     last = arguments, len(tensors)
-    guards, comparable = _GUARDS.get(last, ()), True
+    # Hazard: a guard does not see FakeTensorMode and make_fx.
+    guards, comparable = _GUARDS.get(last, ()), not _mode_count()
     try:
-        if guards:
+        if guards and comparable:
             for t in tensors:
                 # Hazard: a guard ends the process if it is given a nested tensor.
                 if type(t) is not Tensor or t.is_nested or t.data_ptr() % 16:
@@ -92,7 +93,7 @@ def find(
                 for guard, run in guards:
                     if guard is not None and guard(*tensors):
                         return (), run
-        if recording is not None and (_is_transformed() or _is_autocast() or _tracing_state() is not None):
+        if is_recorded() or (recording is not None and (_is_transformed() or _is_autocast())):
             return (), None
         for t in tensors:
             # The checks of the general path raise the error for an operand that requires a gradient.
@@ -141,14 +142,21 @@ def is_transformed() -> bool:
     return _is_transformed() or forward_ad._current_level >= 0
 
 
-def is_torchscript() -> bool:
-    """True in `torch.jit.trace`, which records operations on plain tensors; their sizes are tensors then."""
-    return _tracing_state() is not None
+def is_recorded() -> bool:
+    """True under the tracers that record operations on plain tensors too, which would not see a launch.
+
+    They are `torch.jit.trace`, where sizes are tensors; and make_fx, torch.export and FakeTensorMode, where a new
+    tensor has no memory although the input, which the traced function found outside, has.
+    """
+    return _tracing_state() is not None or (_mode_count() > 0 and any(_mode(key) is not None for key in _TRACERS))
 
 
 # Looking up a name in a module costs the host as much as calling some of these.
 is_compiling, is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-_tracing_state = torch._C._get_tracing_state
+_tracing_state, _mode_count, _mode = (
+    torch._C._get_tracing_state, torch._C._len_torch_dispatch_stack, torch._C._get_dispatch_mode
+)  # fmt: skip
+_TRACERS = tuple(torch._C._TorchDispatchModeKey.__members__.values())
 _is_autocast, _is_transformed = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 
 

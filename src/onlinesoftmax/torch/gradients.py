@@ -18,7 +18,7 @@ from ..core.options import ScoreOptions, causal_mask, softcap_slope
 from ..ops import OPERATIONS
 from . import eager, formulas
 from .arguments import TRACED_TYPES, check_first_derivative
-from .fast_path import is_torchscript
+from .fast_path import is_recorded
 from .formulas import accumulator_of
 from .prepare import aligned, run
 from .recording import Tensors, Wanted, unread_statistics
@@ -28,7 +28,7 @@ Tensor = torch.Tensor
 
 def is_traced(x: Tensor) -> bool:
     """True where a tracer must see an operator in place of a launch."""
-    return torch.compiler.is_compiling() or type(x).__name__ in TRACED_TYPES or is_torchscript()
+    return torch.compiler.is_compiling() or type(x).__name__ in TRACED_TYPES or is_recorded()
 
 
 def outputs_of(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ from .arguments import (
     extent,
     reduced_shape,
 )
-from .fast_path import PREPARED_CALLS, Tensor, are_constant, is_torchscript, is_transformed, keep, look_up
+from .fast_path import PREPARED_CALLS, Tensor, are_constant, is_recorded, is_transformed, keep, look_up
 from .loss_run import check_targets, check_tokens, run_loss, run_tokens
 from .prepare import run as run_kernel
 
@@ -160,7 +160,7 @@ for _operation in OPERATIONS.values():
 
 
 def _is_traced(x: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or type(x) not in formulas.PLAIN_TYPES or is_torchscript()
+    return torch.compiler.is_compiling() or type(x) not in formulas.PLAIN_TYPES or is_recorded()
 
 
 def _wants_derivatives(x: torch.Tensor, options: ScoreOptions | None) -> bool:
