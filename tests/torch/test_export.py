@@ -105,12 +105,36 @@ def check(program: torch.export.ExportedProgram, name: str) -> None:
     )
 
 
+def named_tuples(x: torch.Tensor, t: torch.Tensor) -> tuple[Any, ...]:
+    """A result of each function that returns a named tuple, some with fields that are None."""
+    _, statistics = osm.cross_entropy(x, t, return_stats=True)
+    return (
+        statistics, osm.token_logprobs(x, t, entropy=False), osm.topk_logprobs(x, 3), osm.route(x, 2),
+        osm.sample(x, seed=1, top_k=3, return_support=3), osm.verify(x[None], t[None, 1:], seed=1),
+    )  # fmt: skip
+
+
+def check_named_tuples(program: torch.export.ExportedProgram) -> None:
+    x, t = torch.linspace(-3, 3, 6 * CLASSES).sin().view(6, CLASSES), torch.arange(6)
+    found, want = program.module()(x, t), named_tuples(x, t)
+    assert [type(one) for one in found] == [type(one) for one in want]
+    torch.testing.assert_close(found, want)
+
+
+class NamedTuples(torch.nn.Module):
+    """The function `named_tuples`, for torch.export."""
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> Any:
+        return named_tuples(x, t)
+
+
 _LOAD = """
 import sys
 {imports}
 sys.path.insert(0, sys.argv[1])
 import test_export
 assert "triton" not in sys.modules
+test_export.check_named_tuples(torch.export.load(f"{{sys.argv[2]}}/named tuples.pt2"))
 for name in sys.argv[3:]:
     test_export.check(torch.export.load(f"{{sys.argv[2]}}/{{name}}.pt2"), name)
 """
@@ -123,6 +147,8 @@ def test_a_saved_program_runs_on_a_cpu_in_a_new_process(tmp_path: Path) -> None:
         program = exported(ours, strict=i == 3)
         program = move_to_device_pass(program, "cpu")
         torch.export.save(program, tmp_path / f"{name}.pt2")
+    program = torch.export.export(NamedTuples(), (torch.randn(6, CLASSES), torch.arange(6)))
+    torch.export.save(program, tmp_path / "named tuples.pt2")
     source = Path(osm.__file__).parents[1]
     paths = os.pathsep.join((str(source), str(Path(__file__).parents[1])))
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}

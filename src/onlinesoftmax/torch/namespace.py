@@ -1,13 +1,14 @@
 """`torch.ops.onlinesoftmax`: the namespace of our operators, which registers them when one of them is first looked up.
 
-A saved program names its operators.  `import onlinesoftmax` must not import torch, so the namespace is made when torch
-has been imported, before or after.
+A saved program names its operators, and the named tuples among its results.  `import onlinesoftmax` must not import
+torch, so both become known when the modules of torch have been imported, before or after.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 PACKAGE = __name__.removesuffix(".torch.namespace")
@@ -22,19 +23,31 @@ REGISTER = tuple(
 """The modules that register operators when they are imported."""
 
 
+RESULTS = {
+    "core.call": ("LossStatistics", "TokenLogprobs"),
+    "sampling.results": ("Sampled", "Support", "TopLogprobs", "Verified"),
+    "routing.results": ("Routed",),
+}
+"""The named tuples that functions return, by module: a saved program names those of its results."""
+
+
 def provide() -> None:
-    """Make the namespace now where torch has been imported, else as soon as it is."""
-    if "torch" in sys.modules:
-        _add_to(sys.modules["torch"])
-    elif not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterTorch())
+    """Make the namespace and register the named tuples now where PyTorch's modules are imported, else when they are."""
+    for name, act in (("torch", _add_to), ("torch._export.serde.serialize", _register_results)):
+        if name in sys.modules:
+            act(sys.modules[name])
+        elif not any(isinstance(finder, _After) and finder.name == name for finder in sys.meta_path):
+            sys.meta_path.insert(0, _After(name, act))
 
 
-class _AfterTorch:
-    """A finder that finds torch as the other finders do, and adds the namespace when torch has been executed."""
+class _After:
+    """A finder that finds one module as the other finders do, and calls act(module) when it has been executed."""
+
+    def __init__(self, name: str, act: Callable[[Any], None]) -> None:
+        self.name, self.act = name, act
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name != "torch":
+        if name != self.name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
         spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
@@ -49,10 +62,21 @@ class _AfterTorch:
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
-            _add_to(module)
+            self.act(module)
 
         loader.exec_module = exec_module
         return spec
+
+
+def _register_results(_serialize: Any) -> None:
+    """Give the named tuples the names under which `torch.export.save` writes them."""
+    register: Any = getattr(sys.modules["torch.utils._pytree"], "_register_namedtuple", None)
+    if register is None:
+        return
+    for module, names in RESULTS.items():
+        for name in names:
+            kind = getattr(importlib.import_module(f"{PACKAGE}.{module}"), name)
+            register(kind, serialized_type_name=f"{PACKAGE}.{name}")
 
 
 def _add_to(torch: Any) -> None:
