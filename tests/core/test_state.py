@@ -352,6 +352,24 @@ def test_weights_of_other_kinds() -> None:
     assert float(State.of(x, weights={"w": torch.tensor([1, 2])}).sums["w"][0]) == 3
 
 
+def test_tensors_of_another_layout_or_device_are_named() -> None:
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    x, there = torch.ones(2, 3), torch.ones(2, 3, device="meta")
+    state, jagged = State.of(x), torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
+    for wrong, why in (jagged, "is a nested tensor"), (x.to_sparse(), "has the layout"), (x.to_mkldnn(), "has the lay"):
+        for call in (State.of, State.identity, state.softmax, state.log_softmax):
+            with pytest.raises(RuntimeError, match=f"the array {why}"):
+                call(wrong)
+        with pytest.raises(RuntimeError, match=rf"more\['s'\].value {why}"):
+            State.of(x, more={"s": PlainSum(wrong)})
+    with pytest.raises(ValueError, match=r"weights\['w'\] is on meta, and x on cpu"):
+        State.of(x, weights={"w": there})
+    with pytest.raises(ValueError, match="softmax: x is on meta, and the state on cpu"):
+        state.softmax(there)
+    with pytest.raises(ValueError, match="merge: m of other is on meta, and that of self on cpu"):
+        state.merge(State.of(there))
+
+
 def test_errors() -> None:
     x = np.zeros((2, 3))
     with pytest.raises(IndexError, match=r"Dimension out of range .*\[-2, 1\], but got 2"):

@@ -59,6 +59,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (RuntimeError, "scale must .* one number per row", {"scale": torch.ones_like(X)}),
     (RuntimeError, "scale of shape .* does not broadcast", {"scale": torch.ones(9, 1, device=DEVICE)}),
     (RuntimeError, "mask must be boolean", {"mask": torch.ones(8, device=DEVICE)}),
+    (RuntimeError, "target is on meta", {"target": torch.ones(3, 8, device="meta")}),
     (RuntimeError, "mask of shape", {"mask": torch.ones(5, dtype=torch.bool, device=DEVICE)}),
     (TypeError, "mask must be a tensor", {"mask": True}),
     (TypeError, "'dtype'", {"dtype": "float32"}),

@@ -195,6 +195,8 @@ def test_out_without_strides_is_named() -> None:
     for out in (nested, torch.zeros(3, 5).to_sparse(), torch.zeros(3, 5).to_mkldnn()):
         with pytest.raises(RuntimeError, match=r"softmax\(\): out (is a nested tensor|has the layout)"):
             osm.softmax(torch.zeros(3, 5), out=out)
+    with pytest.raises(RuntimeError, match=r"softmax\(\): out is on meta, and input on cpu"):
+        osm.softmax(torch.zeros(3, 5), out=torch.empty(3, 5, device="meta"))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace. is deprecated", "ignore::torch.jit.TracerWarning")

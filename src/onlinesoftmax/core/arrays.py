@@ -35,6 +35,7 @@ def namespace(x: Array) -> Any:
 
     Raises:
         TypeError: x is not a NumPy, torch or JAX array, is masked or a matrix, or its dtype is not floating point.
+        RuntimeError: x is a nested or a sparse tensor.
     """
     kind = array_kind(x)
     if kind is None:
@@ -100,7 +101,10 @@ def check_plain(what: str, x: Array) -> None:
 
     Raises:
         TypeError: x is a masked array or a matrix of NumPy.
+        RuntimeError: x is a nested or a sparse tensor of torch, or one of another layout.
     """
+    if array_kind(x) == "torch":
+        check_strided(what, x, sys.modules["torch"].strided)
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             f"{what} is a masked array, whose mask would be lost; pass an array: filled(-numpy.inf) of the logits "
@@ -108,6 +112,14 @@ def check_plain(what: str, x: Array) -> None:
         )
     if isinstance(x, np.matrix):
         raise TypeError(f"{what} is a numpy.matrix, which has two dimensions in every result; pass numpy.asarray of it")
+
+
+def check_strided(what: str, t: Array, strided: Any) -> None:
+    """Raise a RuntimeError for a tensor of torch that is nested or has a layout other than torch.strided."""
+    if t.is_nested:
+        raise RuntimeError(f"{what} is a nested tensor; pass its values, whose rows have one length")
+    if t.layout is not strided:
+        raise RuntimeError(f"{what} has the layout {t.layout}; pass its to_dense()")
 
 
 def accumulator(x: Array) -> str:

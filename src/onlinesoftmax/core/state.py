@@ -105,7 +105,8 @@ class State:
         Raises:
             TypeError: x is not a floating-point NumPy, torch or JAX array, or a weight is no array of real numbers of
                 the same kind; masked arrays and matrices are refused.
-            ValueError: a weight does not broadcast to the shape of x.
+            ValueError: a weight does not broadcast to the shape of x, or is on another device.
+            RuntimeError: x or a weight is a nested or a sparse tensor.
             IndexError: dim is out of range.
         """
         xp = namespace(x)
@@ -131,8 +132,8 @@ class State:
         """Return the state of both slices together. The merge is associative and commutative.
 
         Raises:
-            ValueError: the states were reduced over different dimensions, have different shapes or dtypes, or keep
-                different accumulators.
+            ValueError: the states were reduced over different dimensions, have different shapes, dtypes or devices, or
+                keep different accumulators.
             TypeError: `other` is no state, or the states are arrays of different libraries.
         """
         if not isinstance(other, State):
@@ -154,6 +155,7 @@ class State:
                     f"merge: {name} has shape {tuple(ours.shape)} and dtype {ours.dtype} in one state, and "
                     f"{tuple(theirs.shape)} and {theirs.dtype} in the other"
                 )
+            _check_device(f"merge: {name} of other", theirs, "that of self", ours)
         xp = namespace(self.m)
         m = xp.maximum(self.m, other.m)
         s = shift(xp, m)
@@ -273,7 +275,8 @@ class State:
 
         Raises:
             TypeError: x is not a floating-point array of the library of the state.
-            ValueError: the shape of x differs from that of the state along another dimension than `dim`.
+            ValueError: the shape of x differs from that of the state along another dimension than `dim`, or x is on
+                another device.
         """
         xp = self._namespace_for("softmax", x)
         y = xp.exp(self._shifted(xp, x)) * _only_finite(xp, self.m, 1 / self.l)
@@ -288,7 +291,8 @@ class State:
 
         Raises:
             TypeError: x is not a floating-point array of the library of the state.
-            ValueError: the shape of x differs from that of the state along another dimension than `dim`.
+            ValueError: the shape of x differs from that of the state along another dimension than `dim`, or x is on
+                another device.
         """
         xp = self._namespace_for("log_softmax", x)
         y = self._shifted(xp, x) - _only_finite(xp, self.m, xp.log(self.l))
@@ -307,6 +311,7 @@ class State:
                 f"{function}: x of shape {tuple(x.shape)} is no slice of the rows of a state of shape "
                 f"{tuple(self.m.shape)}, which was reduced over dim {self.dim}"
             )
+        _check_device(f"{function}: x", x, "the state", self.m)
         return xp
 
     def _shifted(self, xp: Any, x: Array) -> Array:
@@ -341,7 +346,14 @@ def _checked(what: str, w: Array, x: Array) -> Array:
         raise TypeError(f"{what} must hold real numbers, got dtype {w.dtype}")
     if not broadcasts(tuple(w.shape), tuple(x.shape) or (1,)):
         raise ValueError(f"{what} of shape {tuple(w.shape)} does not broadcast to the shape {tuple(x.shape)} of x")
+    _check_device(what, w, "x", x)
     return w
+
+
+def _check_device(what: str, a: Array, beside: str, b: Array) -> None:
+    """Check that two torch tensors are on one device; the arrays of other libraries move by themselves, or refuse."""
+    if array_kind(a) == array_kind(b) == "torch" and a.device != b.device:
+        raise ValueError(f"{what} is on {a.device}, and {beside} on {b.device}")
 
 
 def _only_finite(xp: Any, m: Array, term: Array) -> Array:

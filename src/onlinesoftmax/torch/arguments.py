@@ -15,7 +15,7 @@ import torch
 
 from ..core import arguments
 from ..core.arguments import Kind, Library
-from ..core.arrays import advice
+from ..core.arrays import advice, check_strided
 from ..core.call import Call, Settings
 from ..core.options import ScoreOptions
 from ..ops import OPERATIONS
@@ -92,10 +92,7 @@ def _check_array(caller: str, argument: str, value: Any, x: torch.Tensor | None 
         given = f"{type(value).__name__}{advice(type(value))}"
         wanted = f"argument '{argument}' must be Tensor" if x is None else f"{argument} must be Tensor, as input is"
         raise TypeError(f"{caller}: {wanted}, not {given}")
-    if value.is_nested:
-        raise RuntimeError(f"{caller}: {argument} is a nested tensor; pass its values, whose rows have one length")
-    if value.layout is not torch.strided:
-        raise RuntimeError(f"{caller}: {argument} has the layout {value.layout}; pass its to_dense()")
+    check_strided(f"{caller}: {argument}", value, torch.strided)
     if x is not None:
         _check_place(caller, argument, value, x)
 

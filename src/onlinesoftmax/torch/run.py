@@ -97,6 +97,7 @@ def run(call: Call) -> torch.Tensor:
         raise NotImplementedError(f"{operation}(): input of dtype {x.dtype} is complex; pass its real part")
     if out is not None:
         TORCH.check_array(f"{operation}()", "out", out)
+        TORCH.check_place(f"{operation}()", "out", out, x)
     if out is not None and _requires_grad(x, options):
         _refuse_out(operation)
     if options is not None:

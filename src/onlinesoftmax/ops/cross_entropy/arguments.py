@@ -61,6 +61,8 @@ def check_arrays(library: Library, x: Any, target: Any, weight: Any) -> None:
             f"{caller}: target with class probabilities has shape {tuple(target.shape)}, and input {tuple(x.shape)}"
             f"{hint}"
         )
+    else:
+        library.check_place(caller, "target", target, x)
     check_weight(library, caller, weight, x, x.shape[dim])
 
 
