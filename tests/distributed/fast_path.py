@@ -32,7 +32,7 @@ from distributed.processes import (
 )
 from onlinesoftmax.distributed import collective
 from onlinesoftmax.distributed.collective import CollectiveLaunches
-from onlinesoftmax.distributed.shards import ShardedInput
+from onlinesoftmax.distributed.fast_path import Known
 from onlinesoftmax.torch import run as torch_run
 from onlinesoftmax.torch.fast_path import PREPARED_CALLS
 
@@ -58,7 +58,7 @@ def general_path() -> Iterator[None]:
     """Calls take the general way."""
     from onlinesoftmax.distributed import losses
 
-    unknown = mock.patch.object(sharded, "look_up", lambda *given: (ShardedInput((), shards=given[3]), None))
+    unknown = mock.patch.object(sharded, "look_up", lambda *given: Known(given[3]))
     with unknown, mock.patch.object(losses, "run_if_possible", return_value=None):
         yield
 

@@ -187,8 +187,7 @@ def cross_entropy(
     def run(call: ShardedInput) -> tuple[Tensor, ...]:
         loss, has_numbers = checked()
         # A tensor among the numbers may change its value, so it is no part of a key.
-        call = call if has_numbers else call._replace(key=())
-        return (losses.cross_entropy(local, target, weight, loss, call),)
+        return (losses.cross_entropy(local, target, weight, loss, call if has_numbers else call.without_key),)
 
     (y,) = _run(
         "cross_entropy", Operands(local, None, target, weight),
@@ -248,14 +247,14 @@ def _run(
         check: Checks the special arguments; None if `run` does.
     """
     exchange, backend, strategy, shards, group = how
-    call, results = look_up(name, operands, (*special, *scores, exchange, backend, strategy), shards, group)
-    if results is not None:
-        return results
+    known = look_up(name, operands, (*special, *scores, exchange, backend, strategy), shards, group)
+    if known.results is not None:
+        return known.results
     options = _checked(name, operands.x, *scores, operands.mask)
     if check is not None:
         check()
-    exchange, groups = checked_exchange(name, exchange), (group_or_default(group),)
-    return run(call._replace(groups=groups, options=options, choice=Choice(backend, strategy), exchange=exchange))
+    exchange, groups, choice = checked_exchange(name, exchange), (group_or_default(group),), Choice(backend, strategy)
+    return run(ShardedInput(groups, options, choice, known.shards, exchange, known.key, known.announced))
 
 
 def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> ScoreOptions:

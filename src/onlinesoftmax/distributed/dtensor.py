@@ -123,14 +123,11 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
     if layout.softmax_groups:
         _check_available(probabilities, return_stats, loss, wide != accumulator_of(local.dtype, local.dtype))
         call = _sharded_call(name, layout, loss.options, loss.settings.choice)
-        loss = loss._replace(settings=loss.settings._replace(dtype=dtype))
-        y = losses.cross_entropy(local, target, weight, loss, call, layout.row_groups)
+        y = losses.cross_entropy(local, target, weight, loss.with_settings(dtype=dtype), call, layout.row_groups)
     else:
         weight = losses.weight_of_mean(local, target, weight, loss, layout.row_groups)
-        each = loss._replace(
-            settings=loss.settings._replace(dtype=wide), reduction="none",
-            options=layout.options(loss.options, local.device),
-        )  # fmt: skip
+        options = layout.options(loss.options, local.device)
+        each = loss.with_settings(dtype=wide)._replace(reduction="none", options=options)
         rows = whole_rows.run_loss(local, target, weight, each, return_stats)
         if return_stats:
             rows, stats = rows

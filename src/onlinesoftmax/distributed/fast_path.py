@@ -8,7 +8,7 @@ kernels and get the same bits.  Other calls take the general way (collective_eag
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,12 +29,22 @@ from .shards import ANNOUNCEMENTS, Operands, ShardedInput, Shards, ShardSignatur
 Tensor = torch.Tensor
 
 
-def look_up(
-    name: str, operands: Operands, arguments: tuple[Any, ...], shards: Any, group: Any
-) -> tuple[ShardedInput, tuple[Tensor, ...] | None]:
-    """(the call with its shards and keys, its results): of a public function, after an exchange if it is announced.
+class Known(NamedTuple):
+    """What is known of a call before its arguments are checked.
 
-    The shards are None where the processes have still to agree, and the results where the call is to be prepared.
+    Attributes:
+        shards, key, announced: As in ShardedInput; the shards are None where the processes have still to agree.
+        results: Its results; None where the call is to be prepared.
+    """
+
+    shards: Any
+    key: tuple[Any, ...] = ()
+    announced: tuple[Any, ...] = ()
+    results: tuple[Tensor, ...] | None = None
+
+
+def look_up(name: str, operands: Operands, arguments: tuple[Any, ...], shards: Any, group: Any) -> Known:
+    """What is known of a call of a public function, after an exchange if it is announced.
 
     Args:
         name: Name of the public function.
@@ -43,15 +53,14 @@ def look_up(
         shards, group: Its arguments of these names; shards that are given are returned.
     """
     if torch.compiler.is_compiling():
-        return ShardedInput((), shards=shards), None
+        return Known(shards)
     # An equal number of a wrong type, as 1.0 for 1, must not find the call of the right one.
     arguments = *arguments, *map(type, arguments)
     announced: tuple[Any, ...] = ()
     if shards is None:
         shards, announced = _agree(name, operands, arguments, group)
-    call = ShardedInput((), shards=shards, announced=announced)
     if type(shards) is not Shards or (group is None and not has_processes()):
-        return call, None
+        return Known(shards, (), announced)
     group = group_or_default(group)
     way = known_exchange(group) if getattr(operands.x, "is_cuda", False) else COLLECTIVE
     key = key_of(operands, (name, arguments, shards, group.size(), way)) if way else ()
@@ -59,8 +68,8 @@ def look_up(
         run = PREPARED_CALLS.get(key) if key else None
     except TypeError:
         # An argument that has no hash is of a wrong type, and the check of the arguments names it.
-        return call, None
-    return (call._replace(key=key), None) if run is None else (call, run(operands, (group,)))
+        return Known(shards, (), announced)
+    return Known(shards, key, announced, None if run is None else run(operands, (group,)))
 
 
 def _agree(name: str, operands: Operands, arguments: tuple[Any, ...], group: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -50,13 +50,12 @@ def cross_entropy(
     check_weight("cross_entropy()", weight, x, shards.total)
     if scales_weight(target, weight, loss):
         # The launches under the key of the public function would take the weights as they are.
-        weight, call = weight_of_mean(x, target, weight, loss, row_groups), call._replace(key=())
+        weight, call = weight_of_mean(x, target, weight, loss, row_groups), call.without_key
     dtype = loss.settings.dtype or result_dtype(x)
     # The losses of the rows of several groups are reduced together.
     wide = accumulator_of(x.dtype, x.dtype) if row_groups else dtype
-    each = loss._replace(
-        settings=Settings(dim, wide, choice=call.choice), reduction="none" if row_groups else loss.reduction
-    )
+    settings, reduction = Settings(dim, wide, choice=call.choice), "none" if row_groups else loss.reduction
+    each = loss._replace(settings=settings, reduction=reduction)
     signature = ShardSignature(dim, shards, call.options, call.choice, each, ("y",), wide)
     operands = Operands(x, None, target, weight)
     found = run_if_possible(signature, operands, call)
@@ -193,7 +192,7 @@ def _statistics(
 
 def _signed(target: Tensor, call: ShardedInput) -> tuple[Tensor, ShardedInput]:
     """The targets in a dtype that kernels take; launches for it do not fit the key of a call that has another dtype."""
-    return (signed(target), call._replace(key=())) if target.dtype in UNSIGNED else (target, call)
+    return (signed(target), call.without_key) if target.dtype in UNSIGNED else (target, call)
 
 
 def _check_target(name: str, argument: str, x: Tensor, target: Any, dim: int) -> None:

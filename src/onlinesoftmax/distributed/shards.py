@@ -104,6 +104,11 @@ class ShardedInput(NamedTuple):
     key: tuple[Any, ...] = ()
     announced: tuple[Any, ...] = ()
 
+    @property
+    def without_key(self) -> ShardedInput:
+        """The call with other operands than those that its key stands for."""
+        return self._replace(key=())
+
     def same(self) -> dict[str, Any]:
         """The arguments that every process must give alike.
 

@@ -16,6 +16,7 @@ from ..core.wrong_calls import OTHER_MEANS, check_loss
 from ..torch.arguments import TORCH, check_constant, check_first_derivative, is_batched
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import accumulator_of
+from ..torch.loss_arguments import signed
 from .plans import LinearPlan, plan_of, problem_of
 from .sharing import Sharing
 
@@ -32,7 +33,7 @@ class Head(NamedTuple):
         input: (tokens, hidden).
         weight: (classes, hidden).
         bias: (classes,), or None.
-        target: Target of each token, (tokens,); or a probability of each class, (tokens, classes).
+        target: Class of each token, (tokens,) int64; or a probability of each class, (tokens, classes).
         shape: Shape of the input without its last dimension.
     """
 
@@ -61,7 +62,8 @@ def checked_head(
     for argument, t in (("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if t is not None and t.dtype != input.dtype:
             raise RuntimeError(f"{name}(): {argument} has the dtype {t.dtype}, and input {input.dtype}")
-    flat = target.reshape(-1, len(linear_weight)) if probabilities else target.reshape(-1)
+    # In a narrow dtype, a comparison with the number of classes would be modulo its range.
+    flat = target.reshape(-1, len(linear_weight)) if probabilities else signed(target).long().reshape(-1)
     rows = input.reshape(-1, input.shape[-1])
     return Head(rows, linear_weight, linear_bias, flat.contiguous(), tuple(input.shape[:-1]))
 

@@ -138,9 +138,7 @@ def statistics_of(way: Way, inputs: Inputs, target: Tensor) -> tuple[Statistics,
             slices, inside = [_as_read(_merged(slices, inside))], [torch.stack(inside).any(0)]
     found = finished(slices[0]) if len(slices) == 1 and sharing is None else _merged(slices, inside)
     if sharing is not None:
-        found = sharing.merged(
-            found._replace(logprob=found.logprob.to(wide), entropy=found.entropy.to(wide)), whole_target
-        )
+        found = sharing.merged(Statistics(found.logprob.to(wide), found.entropy.to(wide), found.lse), whole_target)
     # Rounding can put a logarithm above 0.  A row whose sum is 0 or infinite has no probabilities.
     logprob = found.logprob.clamp(max=0.0).masked_fill(found.lse.isinf(), torch.nan)
     return Statistics(logprob.to(wide), found.entropy.to(wide), found.lse), z

@@ -20,7 +20,7 @@ class LossCall(NamedTuple):
     """The checked arguments of `linear_cross_entropy`.
 
     Attributes:
-        head: The tensors; targets that are classes are int64.
+        head: The tensors.
         loss: The options of the loss.  The dtype of its settings is that of the result where it is of 16 bits: the
             losses of rows are wider, and need no more digits than it.
         factor: Factor of the loss of each token, in the dtype of the sums: its weight.

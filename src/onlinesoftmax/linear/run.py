@@ -24,7 +24,6 @@ from ..torch.loss_arguments import (
     is_class,
     scaled_weight,
     scales_weight,
-    signed,
 )
 from ..torch.loss_run import statistics_of
 from . import rows, traced
@@ -73,9 +72,6 @@ def checked_loss(
     dtype = dtype or (wide if is_autocast(head.input) else head.input.dtype)
     of_rows = dtype if dtype.itemsize < wide.itemsize else wide
     loss = Loss(Settings(1, of_rows), ignore_index, reduction, smoothing, z_loss, options)
-    if not head.target.is_floating_point():
-        # In a narrow dtype, a comparison with the number of classes would be modulo its range.
-        head = head._replace(target=signed(head.target).long())
     factor = torch.ones(head.input.shape[:1], dtype=wide, device=head.input.device)
     if token_weight is not None:
         factor = checked_per_token(name, "token_weight", token_weight, head).detach().to(wide)
@@ -153,22 +149,21 @@ def token_logprobs(
     """Run `linear_token_logprobs`; with `sharing`, other processes have the other classes, and there is no support."""
     name = "linear_token_logprobs"
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
-    options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()
-    memory = checked_memory(name, memory)
+    options, memory = checked_options_of(name, scale, softcap, head), checked_memory(name, memory)
     if support is not None:
         # `torch.compiler.disable`, with which the module decorates, imports the compiler.
         from .support import truncated_logprobs
 
         plan = noted(name, head.input, head.weight, plan_for(name, head, memory))
-        logprob, entropy, lse = truncated_logprobs(name, head, of_target, options, support, plan)
+        logprob, entropy, lse = truncated_logprobs(name, head, options, support, plan)
     elif sharing is None and is_traced(head.input):
-        logprob, entropy, lse = traced.statistics(head._replace(target=of_target), options, memory)
+        logprob, entropy, lse = traced.statistics(head, options, memory)
     else:
         inputs = head.input, head.weight, head.bias
         plan = noted(name, *inputs[:2], plan_for(name, head, memory, sharing=sharing))
-        logprob, entropy, lse = LogProbabilities.apply(*inputs, of_target, plan, options, sharing)
+        logprob, entropy, lse = LogProbabilities.apply(*inputs, head.target, plan, options, sharing)
     if ignore_index is not None:
-        logprob = logprob.masked_fill(equals(of_target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
+        logprob = logprob.masked_fill(equals(head.target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
 
 
@@ -182,7 +177,7 @@ def token_loss(
     """
     name, (reduction, ignore_index, scale, softcap) = "linear_token_loss", numbers
     head = checked_head(name, *tensors, soft=False, part=sharing is not None)
-    options, of_target = checked_options_of(name, scale, softcap, head), signed(head.target).long()
+    options, of_target = checked_options_of(name, scale, softcap, head), head.target
     check_token_loss(name, loss, len(per_token), reduction)
     beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
     ignored = equals(of_target, checked_number(name, "ignore_index", ignore_index, int))
@@ -192,8 +187,7 @@ def token_loss(
     factor, divisor = with_divisor(counts, count, head.input.dtype)
     memory, sum_dtype = checked_memory(name, memory), checked_acc_dtype(name, acc_dtype, head.input.dtype)
     if sharing is None and is_traced(head.input):
-        head, bounds = head._replace(target=of_target), (memory, sum_dtype)
-        y = divided(traced.token_loss(head, options, bounds, factor, loss, beside, ignored), divisor)
+        y = divided(traced.token_loss(head, options, (memory, sum_dtype), factor, loss, beside, ignored), divisor)
         return y if count is None else y.masked_fill(count == 0, torch.nan)
     in_place = sum_dtype.itemsize < counts.itemsize
     plan = noted(name, *head[:2], plan_for(name, head, memory, sharing=sharing, in_place=in_place))

@@ -25,15 +25,12 @@ Tensor = torch.Tensor
 
 
 @torch.compiler.disable
-def truncated_logprobs(
-    name: str, head: Head, target: Tensor, options: Any, support: Any, plan: LinearPlan
-) -> TokenLogprobs:
+def truncated_logprobs(name: str, head: Head, options: Any, support: Any, plan: LinearPlan) -> TokenLogprobs:
     """(logprob, entropy, lse) of each token, of the classes that its support has.
 
     Args:
         name: Name of the public function, for errors.
         head: The tensors.
-        target: The targets in int64.
         options: Scale and softcap, or None.
         support: The argument (token_ids, offsets).
         plan: How the columns are cut.
@@ -47,7 +44,7 @@ def truncated_logprobs(
         return found
 
     places = torch.arange(n, device=logits.device)
-    call = truncated(torch, kept, logits, target, 1, options, (token_ids.long(), offsets.long()), places)
+    call = truncated(torch, kept, logits, head.target, 1, options, (token_ids.long(), offsets.long()), places)
     found = run_tokens(call.x, call.index, 1, call.options, True, ANY)
     return found._replace(logprob=excluding(torch, found.logprob, found.lse, call.outside, 1))
 

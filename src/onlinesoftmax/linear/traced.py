@@ -62,7 +62,7 @@ def token_loss(
     """The sum of factor · loss.
 
     Args:
-        head: The tensors; targets are int64.
+        head: The tensors.
         options: Scale and softcap, or None.
         bounds: The arguments `memory` and `acc_dtype`.
         factor: Factor of the loss of each token.

@@ -83,19 +83,18 @@ class Source(NamedTuple):
 
 def source_for(table: Table, problem: Problem, backends: Collection[str]) -> Source | None:
     """The cells that stand for a problem, of these backends; None where there are none."""
-    own = key_of(problem)
-    other = own._replace(operation=stand_in(problem))
+    similar = stand_in(problem)
     # The fastest plan of another operation may be slow here, so aligned rows of the same operation come before it.
     keys = {
-        "rows of the operation": own,
-        "aligned rows of the operation": own._replace(unaligned=False),
-        "rows of a similar operation": other,
-        "aligned rows of a similar operation": other._replace(unaligned=False),
+        "rows of the operation": key_of(problem),
+        "aligned rows of the operation": key_of(problem, aligned=True),
+        "rows of a similar operation": key_of(problem, similar),
+        "aligned rows of a similar operation": key_of(problem, similar, aligned=True),
     }
     for (length, is_taken), (rows, key) in itertools.product(LENGTHS, keys.items()):
         # CUDA kernels split an unaligned row, so that most of it is read as an aligned one.  The other compilers make
         # slower code of unaligned rows, so times of aligned rows say nothing about them.
-        usable = frozenset({"cuda"} & {*backends} if own.unaligned and not key.unaligned else backends)
+        usable = frozenset({"cuda"} & {*backends} if problem.unaligned and not key.unaligned else backends)
         lengths = table.lengths(key, usable)
         if not lengths or not is_taken(problem, key, lengths):
             continue

@@ -212,9 +212,10 @@ class _Cells(Mapping[Key, list[Cell]]):
         return len(self._lines)
 
 
-def key_of(problem: Problem) -> Key:
-    """The key of the cells of a problem's own operation."""
-    return Key(problem.operation, problem.writes_elements, min(problem.itemsize, 4), problem.unaligned)
+def key_of(problem: Problem, operation: str = "", aligned: bool = False) -> Key:
+    """The key of the cells of a problem's rows: as they are or `aligned`, of its own operation or of another."""
+    unaligned = problem.unaligned and not aligned
+    return Key(operation or problem.operation, problem.writes_elements, min(problem.itemsize, 4), unaligned)
 
 
 def slug(name: str) -> str:

@@ -45,6 +45,10 @@ class Loss(NamedTuple):
         """True for the classes that are kept; None where all are."""
         return None if self.options is None else self.options.mask
 
+    def with_settings(self, **values: Any) -> Loss:
+        """The loss with other settings."""
+        return self._replace(settings=self.settings._replace(**values))
+
     def wide(self, x: torch.Tensor) -> torch.dtype:
         """The dtype in which the losses of logits are computed."""
         return accumulator_of(x.dtype, self.settings.dtype or x.dtype)

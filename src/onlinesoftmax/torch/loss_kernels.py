@@ -201,7 +201,7 @@ def _prepared(call: Call, loss: Loss) -> Callable[..., Any] | None:
     """The function (x, target), or (x, target, weight), of a cacheable loss; None where it needs the general path."""
     how, wide = {"by_pytorch": _loss_by_pytorch, "loss": loss}, loss.wide(call.x)
     if loss.reduction != "none" and waits_for_scale(call):
-        of_rows = _prepared(call, loss._replace(reduction="none", settings=loss.settings._replace(dtype=wide)))
+        of_rows = _prepared(call, loss.with_settings(dtype=wide)._replace(reduction="none"))
         return of_rows and (
             lambda x, target, *weight: loss_eager.reduced(
                 of_rows(x, target, *weight), target, weight[0] if weight else None, loss

@@ -54,18 +54,18 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
         return run_loss(x, signed(target), weight, numbers, return_stats)
     if torch.compiler.is_dynamo_compiling():
         loss = with_constants(loss)
-    settings = loss.settings._replace(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x, target))
-    loss = loss._replace(settings=settings)
-    reason = why_not_kernels(x, target, weight, settings.choice.backend, loss.ignore_index)
+    loss = loss.with_settings(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x, target))
+    choice = loss.settings.choice
+    reason = why_not_kernels(x, target, weight, choice.backend, loss.ignore_index)
     if loss.smoothing and loss.mask is not None:
         reason = reason or "label_smoothing with a mask has no kernel"
-    way = loss_kernels if _runs_kernels(CROSS_ENTROPY.name, x, settings.choice, reason) else loss_eager
+    way = loss_kernels if _runs_kernels(CROSS_ENTROPY.name, x, choice, reason) else loss_eager
     if loss.inplace and x.requires_grad and torch.is_grad_enabled():
         _check_inplace(x)
     if key and are_constant(loss.options) and (run := way.prepared_loss(x, target, weight, loss)) is not None:
         return keep(PREPARED_CALLS, key, run)(*tensors)
     y, *stats = way.losses(x, target, weight, loss, return_stats)
-    y = y.to(settings.dtype)
+    y = y.to(loss.settings.dtype)
     return (y, statistics_of(target, loss, *stats)) if return_stats else y
 
 

@@ -51,13 +51,13 @@ def bind(call: HeadCall, arrays: Mapping[str, Array]) -> Values:
 
 def _planned(call: HeadCall, arrays: Mapping[str, Array]) -> HeadCall:
     """The call with the dtype of its sum, if its plan for whole arrays fits into the memory."""
-    x = arrays["x"]
+    x, several = arrays["x"], False
     if call.kind != "losses":
         columns_at_once(call, arrays)
-        return call._replace(sum_dtype=x.dtype.name)
-    # A single product is rounded once by itself; in float16 a sum over all tokens could be infinite.
-    one = plan_of_losses(call, arrays).chunks == 1 and x.dtype != jnp.float16
-    return call._replace(sum_dtype=x.dtype.name if one else call.acc_dtype)
+    else:
+        # A single product is rounded once by itself; in float16 a sum over all tokens could be infinite.
+        several = plan_of_losses(call, arrays).chunks > 1 or x.dtype == jnp.float16
+    return call._replace(sum_dtype=call.acc_dtype if several else x.dtype.name)
 
 
 def _of_device(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:

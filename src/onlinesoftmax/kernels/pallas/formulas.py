@@ -301,8 +301,8 @@ class Op(NamedTuple):
         Args:
             values: One value for each name in `row_operand_names`.
         """
-        constants = RowConstants(**dict(zip(self.row_operand_names, values, strict=True)))
-        return constants if self.exact else constants._replace(low=None)
+        given = dict(zip(self.row_operand_names, values, strict=True))
+        return RowConstants(**given if self.exact else given | {"low": None})
 
     def at_target(self, column: Array, z_target: Array, cols: int, dy: Array | None = None) -> Op:
         """The operation for rows with these targets, and with the gradients dy of their losses if there are any."""

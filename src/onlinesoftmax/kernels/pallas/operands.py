@@ -204,7 +204,7 @@ class Operands(NamedTuple):
         options = options.filled(arrays)
         kept = tile.inside if options.mask is None else tile.inside & (options.mask != 0)
         scale, bias = (t.astype(x.dtype) if hasattr(t, "dtype") else t for t in (options.scale, options.bias))
-        return scores(FUNCTIONS, x, options._replace(scale=scale, bias=bias, mask=kept)), kept
+        return scores(FUNCTIONS, x, ScoreOptions(scale, options.softcap, bias, kept)), kept
 
     def row_constants(self, state: State) -> RowConstants:
         """Values for the element output of each row, from its state."""

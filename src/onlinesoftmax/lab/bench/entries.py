@@ -110,8 +110,8 @@ def powers(rows: int, first: int, last: int, step: int = 1) -> list[Shape]:
 def tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry, ...]:
     """Entries of these shapes for each kind of logits and for everything that is asked of a function of logits."""
     return tuple(
-        entry._replace(more=(("logits", kind), ("asked", asked)))
-        for entry in rows(*shapes, operation=operation) for asked in ASKED[operation] for kind in kinds
+        Entry(shape, 1, operation, more=(("logits", kind), ("asked", asked)))
+        for shape in shapes for asked in ASKED[operation] for kind in kinds
     )  # fmt: skip
 
 
@@ -131,6 +131,6 @@ def decoding(hidden: int, layers: int, *shapes: Shape, asked: Iterable[str]) -> 
 def gates(gate: str, *shapes: Shape) -> tuple[Entry, ...]:
     """Entries of these shapes for a gate, alone and with a gradient."""
     return tuple(
-        entry._replace(with_gradient=gradient, more=(("gate", gate),))
-        for entry in rows(*shapes, operation=ROUTE) for gradient in (False, True)
+        Entry(shape, 1, ROUTE, with_gradient=gradient, more=(("gate", gate),))
+        for shape in shapes for gradient in (False, True)
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ...core.task import ITEMSIZE
@@ -277,22 +277,22 @@ def cases(
     check_names("score option", fused, FUSED)
     if dim is not None and not shapes:
         raise ValueError("a dim needs a shape: each shape of a suite has its own")
-    chosen: Iterable[Entry] = suite.entries
-    if shapes:
-        places = [(shape, _axis(-1 if dim is None else dim, shape)) for shape in shapes]
-        kinds = dict.fromkeys(entry._replace(shape=(), dim=0) for entry in chosen)
-        chosen = [kind._replace(shape=its_shape, dim=axis) for kind in kinds for its_shape, axis in places]
+    places = [{"shape": shape, "dim": _axis(-1 if dim is None else dim, shape)} for shape in shapes]
     given: dict[str, Any] = {"fused": tuple(name for name in FUSED if name in fused)} if fused else {}
     given |= {"with_gradient": True} if with_gradient else {}
     given |= {"reduction": reduction} if reduction else {}
-    found = []
-    for operation in operations or [""]:
+    kind = KINDS_OF_CASES.get(suite.measures, Case)
+
+    def fields(entry: Entry, operation: str) -> dict[str, Any]:
         # The reduction of an entry is that of its own operation.
-        own = [entry._replace(operation=operation or entry.operation) for entry in chosen]
-        if operation:
-            own = [e if e == entry else e._replace(reduction="") for e, entry in zip(own, chosen, strict=True)]
-        kind = KINDS_OF_CASES.get(suite.measures, Case)
-        found += [kind(dtype=dtype, **entry.fields() | given) for dtype in dtypes or suite.dtypes for entry in own]
+        others = {} if operation in ("", entry.operation) else {"operation": operation, "reduction": ""}
+        return entry.fields() | others | given
+
+    found = [
+        kind(dtype=dtype, **fields(entry, operation) | place)
+        for operation in operations or [""] for dtype in dtypes or suite.dtypes
+        for entry in suite.entries for place in places or [{}]
+    ]  # fmt: skip
     # Entries that differ only in what was replaced are one case now.
     return list(dict.fromkeys(found))
 
