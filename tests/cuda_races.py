@@ -161,8 +161,8 @@ def sample(folder: Path) -> None:
         "top_logprobs": np.zeros(rows * top, np.float32),
     }  # fmt: skip
     numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top)
-    fields = np.array([*(arrays[name].ctypes.data for name in sampling.POINTERS), *numbers])
-    cuda_simulator.simulate_sample(sampling.Shape("float32", 2, 512, 2, True, 1), fields, rows, folder, divisor=4)
+    shape = sampling.Shape("float32", 2, 512, 2, True, 1)
+    cuda_simulator.simulate_own(sampling.KERNEL, shape, arrays, numbers, rows, folder, divisor=4)
     assert arrays["top_tokens"].tolist() == [cols - 1, cols - 2, cols - 3] * rows
 
 
@@ -177,9 +177,8 @@ def sample_unfiltered(folder: Path) -> None:
         "kept": np.zeros(rows, np.int64), "valid": np.zeros(rows, np.uint8),
     }  # fmt: skip
     numbers = cols, cols, sampling.slice_of(cols, 2), 0, 0, 0
-    fields = np.array([*(arrays[name].ctypes.data for name in unfiltered.POINTERS), *numbers])
     shape = unfiltered.Shape("float32", 2, 64, True, False)
-    cuda_simulator.simulate_sample(shape, fields, rows, folder, unfiltered)
+    cuda_simulator.simulate_own(unfiltered.KERNEL, shape, arrays, numbers, rows, folder)
 
 
 def list_largest(folder: Path) -> None:
@@ -191,8 +190,8 @@ def list_largest(folder: Path) -> None:
         "target_logprob": np.zeros(1, np.float32), "target_rank": np.zeros(1, np.int64),
     }  # fmt: skip
     numbers = cols, cols, sampling.slice_of(cols, 2), k
-    fields = np.array([*(arrays[name].ctypes.data for name in topk.POINTERS), *numbers])
-    cuda_simulator.simulate_sample(topk.Shape("float32", 2, 128, True, True, topk.FEW), fields, 1, folder, topk)
+    shape = topk.Shape("float32", 2, 128, True, True, topk.FEW)
+    cuda_simulator.simulate_own(topk.KERNEL, shape, arrays, numbers, 1, folder)
     assert arrays["indices"].tolist() == [*range(cols - 1, cols - 1 - k, -1)]
 
 
@@ -221,9 +220,8 @@ def choose_experts(rule: Rule, folder: Path) -> None:
         "z_loss": np.zeros(1, np.float32), "slopes": np.zeros(experts + 1, np.float32),
         "words": np.zeros(routing.words_of(shape, rule, 1, 2), np.int64),
     }  # fmt: skip
-    pointers = (arrays[name].ctypes.data if name in arrays else 0 for name in routing.POINTERS)
-    fields = np.array([*pointers, *routing.numbers_of(shape, rule, experts, tokens, 2)])
-    cuda_simulator.simulate_sample(shape, fields, 2, folder, routing)
+    numbers = routing.numbers_of(shape, rule, experts, tokens, 2)
+    cuda_simulator.simulate_own(routing.KERNEL, shape, arrays, numbers, 2, folder)
     assert arrays["counts"].tolist() == [0] * (experts - k) + [tokens] * k
 
 
@@ -238,9 +236,8 @@ def differentiate_routing(folder: Path) -> None:
         "dprob_sums": np.ones(experts, np.float32), "dlse": np.ones(tokens, np.float32),
         "dx": np.zeros((tokens, experts), np.float32),
     }  # fmt: skip
-    pointers = (arrays[name].ctypes.data if name in arrays else 0 for name in gradient.POINTERS)
-    fields = np.array([*pointers, *gradient.numbers_of(RULE, experts, tokens, 2)])
-    cuda_simulator.simulate_sample(shape, fields, 2, folder, gradient)
+    numbers = gradient.numbers_of(RULE, experts, tokens, 2)
+    cuda_simulator.simulate_own(gradient.KERNEL, shape, arrays, numbers, 2, folder)
     assert np.allclose(arrays["dx"], 1 / experts, atol=1e-6)
 
 
@@ -251,8 +248,8 @@ def add_squares(folder: Path) -> None:
         "counts": np.ones(20, np.int32), "values": np.full(tokens, 2, np.float32),
         "loss": np.zeros(1, np.float32), "slopes": np.zeros(tokens, np.float32),
     }  # fmt: skip
-    fields = np.array([*(arrays[name].ctypes.data for name in losses.POINTERS), 1, 20, tokens, routing.bits_of(1)])
-    cuda_simulator.simulate_sample(losses.Shape(True, 64, 2), fields, 1, folder, losses)
+    numbers = 1, 20, tokens, routing.bits_of(1)
+    cuda_simulator.simulate_own(losses.KERNEL, losses.Shape(True, 64, 2), arrays, numbers, 1, folder)
     assert arrays["loss"] == 4 * tokens / 20
 
 

@@ -13,7 +13,6 @@ import struct
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,10 @@ from numpy.typing import NDArray
 from cuda_clusters import CLUSTERS, SEEN
 from cuda_machine import BUILT_IN, DECLARATIONS, NUMBERS, load_kernel
 from onlinesoftmax.kernels.cuda import merge, messages, multiply, params, reduction, source
+from onlinesoftmax.kernels.cuda.arguments import OwnKernel
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.kernels.sharded import TENSORS, ShardedRows
-from onlinesoftmax.sampling.kernels import source as sampling
 
 REPLACED = {
     "numbers": {
@@ -342,28 +341,40 @@ SIZES = re.compile(r"\b(THREADS|FEW|CAPACITY|SPREAD|MOST_(?:ABOVE|BETWEEN|CANDID
 """Threads of a block that samples, and lengths of its lists."""
 
 
-def simulated_own_source(shape: Any, kernel: ModuleType) -> str:
-    """A kernel that an operation brings as C++ for the host; arguments as for `simulate_sample`."""
-    parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.FILES)]
+def simulated_own_source(kernel: OwnKernel, shape: Any) -> str:
+    """A kernel that an operation brings as C++ for the host; arguments as for `simulate_own`."""
+    parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.files)]
     parts[-1] = parts[-1].replace("extern __shared__", "__shared__").replace("memory[];", "memory[1 << 14];")
     between = BETWEEN["cluster"] if "beginnings" in "".join(parts) else ""
     parameter = parts[-1].rpartition("__grid_constant__ ")[2].split()[0]
-    return _program(parts, parameter, kernel.NAME, between)
+    return _program(parts, parameter, kernel.name, between)
 
 
-def simulate_sample(
-    shape: Any, fields: NDArray[Any], rows: int, folder: Path, kernel: ModuleType = sampling, divisor: int = 1
-) -> None:
-    """Run a kernel that samples on the host.
+def simulate_own(
+    kernel: OwnKernel, shape: Any, arrays: Mapping[str, Any], numbers: Sequence[int], clusters: int, folder: Path,
+    divisor: int = 1,
+) -> None:  # fmt: skip
+    """Run a kernel that an operation brings on the host.
 
     Args:
-        shape, kernel: What it is compiled for, and the module that has its source.
-        fields: Its parameter, whose tensors are memory of the host.
-        rows: Rows of the logits.
+        kernel, shape: The kernel, and what it is compiled for.
+        arrays: Its tensors, or their addresses, by name; those that are not given may be None.
+        numbers: Its numbers.
+        clusters: Number of clusters.
         folder: Where to put the shared libraries.
         divisor: What all SIZES are divided by.
     """
-    text = simulated_own_source(shape, kernel)
+    assert arrays.keys() <= {*kernel.pointers}
+    pointers = [_address(arrays.get(name)) for name in kernel.pointers]
+    fields = np.array([*pointers, *numbers], np.int64)
+    text = simulated_own_source(kernel, shape)
     library = load_kernel(SIZES.sub(lambda size: f"{size[1]} = {int(size[2]) // divisor}", text), folder)
-    library.run(ctypes.c_void_p(fields.ctypes.data), rows * shape.cluster, 1, shape.cluster)
+    library.run(ctypes.c_void_p(fields.ctypes.data), clusters * shape.cluster, 1, shape.cluster)
     assert not ctypes.c_long.in_dll(library, "misaligned").value, "accesses at addresses that are not aligned"
+
+
+def _address(array: Any) -> int:
+    """The address of a tensor of NumPy or of PyTorch; an address itself; 0 for None."""
+    if array is None or isinstance(array, int):
+        return array or 0
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data_ptr())

@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from cuda_simulator import simulate_sample
+from cuda_simulator import simulate_own
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.routing import eager, losses
 from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
@@ -50,14 +49,10 @@ def simulated(call: Call, folder: Path, parts: int, device: Device = SMALL) -> R
     slopes = torch.full((-(-rule.experts // 4) * 4 + 1,), -5.0)
     of_losses = Losses(torch.full((), -5.0), torch.full((), -5.0), slopes)
     words = torch.zeros(source.words_of(shape, rule, call.sequences, parts), dtype=torch.int64)
-    memory = (
-        {"x": x, "bias": call.bias, "mask": call.mask, "given": call.indices, "words": words}
-        | out
-        | of_losses._asdict()
-    )
-    pointers = [0 if memory[name] is None else memory[name].data_ptr() for name in source.POINTERS]
+    operands = {"x": x, "bias": call.bias, "mask": call.mask, "given": call.indices, "words": words}
     numbers = source.numbers_of(shape, rule, x.stride(0), tokens, parts)
-    simulate_sample(shape, np.array([*pointers, *numbers], np.int64), call.sequences * parts, folder, source)
+    memory = operands | out | of_losses._asdict()
+    simulate_own(source.KERNEL, shape, memory, numbers, call.sequences * parts, folder)
     assert not words.any(), "the kernel left words behind"
     if not call.prob_sums:
         out["prob_sums"] = None
@@ -73,10 +68,9 @@ def simulated_gradient(
     shape = gradient.shape_of(rule, dtype, cuda.width_of(x), gradient.flags_of(call, given, losses))
     shape = shape._replace(threads=max(shape.team, 32))
     dx = torch.full(x.shape, -5.0, dtype=x.dtype)
-    pointers = gradient_launch.addresses(call, found, given, losses, dx)
+    arrays = dict(zip(gradient.POINTERS, gradient_launch.addresses(call, found, given, losses, dx), strict=True))
     numbers = gradient.numbers_of(rule, x.stride(0), len(x) // call.sequences, 2)
-    fields = np.array([*pointers, *numbers], np.int64)
-    simulate_sample(shape, fields, call.sequences * 2, folder, gradient)
+    simulate_own(gradient.KERNEL, shape, arrays, numbers, call.sequences * 2, folder)
     return dx
 
 

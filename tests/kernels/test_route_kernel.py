@@ -266,7 +266,7 @@ def test_the_kernels_compile_without_spills(arch: str, log_of: Any) -> None:
     shape = source.shape_of(call.rule, "float32", 4, source.flags_of(call), 65536, 1, KNOWN["h100"])
     assert shape is not None
     backward = gradient.shape_of(call.rule, "float32", 4, frozenset(gradient.FLAGS))
-    for text in (source.source(shape), gradient.source(backward)):
+    for text in (source.KERNEL.source(shape), gradient.KERNEL.source(backward)):
         log = log_of(text, arch)
         assert not compile.usage(log)["spills"]
 

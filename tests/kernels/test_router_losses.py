@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import onlinesoftmax as osm
 import simulated_routing
-from cuda_simulator import simulate_sample
+from cuda_simulator import simulate_own
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.routing import eager, loss_run, losses, run
 from onlinesoftmax.routing.kernels import gradient_launch, losses_launch
@@ -29,9 +28,9 @@ def simulated(
 ) -> tuple[Tensor, Tensor]:
     """What the kernel writes."""
     found, slopes = torch.full((), -5.0), torch.full(values.shape, -5.0)
-    pointers = [t.data_ptr() for t in (counts, values, found, slopes)]
-    fields = np.array([*pointers, *losses_launch.numbers_of(counts, values, factor)], np.int64)
-    simulate_sample(kernels.Shape(z_loss, 64, cluster if z_loss else 1), fields, 1, folder, kernels)
+    arrays, numbers = (counts, values, found, slopes), losses_launch.numbers_of(counts, values, factor)
+    shape = kernels.Shape(z_loss, 64, cluster if z_loss else 1)
+    simulate_own(kernels.KERNEL, shape, dict(zip(kernels.POINTERS, arrays, strict=True)), numbers, 1, folder)
     return found, slopes
 
 
@@ -135,7 +134,7 @@ def test_a_loss_of_counts_that_a_collective_changed(folder: Path, monkeypatch: p
 def test_the_kernels_compile_without_spills(arch: str, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     for shape in (kernels.Shape(False), kernels.Shape(True, 512, 1 if arch < "sm_90" else 8)):
-        log = log_of(kernels.source(shape), arch)
+        log = log_of(kernels.KERNEL.source(shape), arch)
         assert not compile.usage(log)["spills"]
 
 

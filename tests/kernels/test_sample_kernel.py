@@ -8,12 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import onlinesoftmax as osm
-from cuda_simulator import simulate_sample
+from cuda_simulator import simulate_own
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, unfiltered_launch
@@ -43,11 +42,10 @@ def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> 
     shapes = {name: (rows, top) if name.startswith("top_") else (rows,) for name in osm.sampling.Sampled._fields}
     out = {name: torch.empty(size, dtype=dtypes.get(name, torch.float32)) for name, size in shapes.items()}
     out["valid"] = torch.empty(rows, dtype=torch.bool)
-    memory = {"x": x, **tensors, **out}
-    pointers = [memory[name].data_ptr() if name in memory else 0 for name in source.POINTERS]
     flags = given.get("ties") == "first", given.get("logprobs") == "raw"
-    numbers = [x.stride(0), cols, source.slice_of(cols, cluster), *flags, top]
-    simulate_sample(shape, np.array([*pointers, *numbers], np.int64), rows, folder)
+    numbers = x.stride(0), cols, source.slice_of(cols, cluster), *flags, top
+    memory = {name: t for name, t in {"x": x, **tensors, **out}.items() if name in source.POINTERS}
+    simulate_own(source.KERNEL, shape, memory, numbers, rows, folder)
     return out
 
 
@@ -124,13 +122,13 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
 @pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 8)])
 def test_the_kernel_compiles(arch: str, cluster: int, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    log = log_of(source.source(source.Shape("float32", cluster, 512, 1, True, 4)), arch)
+    log = log_of(source.KERNEL.source(source.Shape("float32", cluster, 512, 1, True, 4)), arch)
     assert not compile.usage(log)["spills"]
 
 
 def test_the_loop_of_many_rows_keeps_its_numbers_in_registers(log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    log = log_of(source.source(source.Shape("float32", 1, 512, 2, True, 0)), "sm_90")
+    log = log_of(source.KERNEL.source(source.Shape("float32", 1, 512, 2, True, 0)), "sm_90")
     loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
     assert loops == ["0"] * 3
 

@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import onlinesoftmax as osm
-from cuda_simulator import simulate_sample
+from cuda_simulator import simulate_own
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, topk, unfiltered_launch
@@ -29,10 +28,8 @@ def simulated(x: Tensor, k: int, target: Tensor | None, cluster: int, folder: Pa
     out = {name: torch.full((rows, k), -5.0) for name in ("values", "logprobs")}
     out |= {name: torch.full((rows,), -5.0) for name in ("lse", "target_logprob")}
     out |= {"indices": torch.full((rows, k), -5), "target_rank": torch.full((rows,), -5)}
-    memory = {"x": x, **({} if target is None else {"target": target}), **out}
-    pointers = [memory[name].data_ptr() if name in memory else 0 for name in topk.POINTERS]
-    numbers = [x.stride(0), cols, source.slice_of(cols, cluster), k]
-    simulate_sample(of, np.array([*pointers, *numbers], np.int64), rows, folder, topk)
+    numbers = x.stride(0), cols, source.slice_of(cols, cluster), k
+    simulate_own(topk.KERNEL, of, {"x": x, "target": target, **out}, numbers, rows, folder)
     return out
 
 
@@ -107,7 +104,7 @@ def test_lists_that_overflow(dtype: torch.dtype, folder: Path) -> None:
 def test_the_kernel_compiles(arch: str, cluster: int, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     shape = topk.Shape("bfloat16", cluster, 512, True, False, topk.FEW)
-    log = log_of(topk.source(shape), arch)
+    log = log_of(topk.KERNEL.source(shape), arch)
     assert not compile.usage(log)["spills"]
 
 

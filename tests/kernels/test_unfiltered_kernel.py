@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import onlinesoftmax as osm
-from cuda_simulator import simulate_sample
+from cuda_simulator import simulate_own
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, unfiltered, unfiltered_launch, which_kernel
@@ -33,8 +32,7 @@ def simulated(x: Tensor, cluster: int, folder: Path, raw: bool, **given: Tensor)
     out = {"token": whole, "logprob": real, "lse": real, "kept": whole, "valid": torch.bool}
     memory = {"x": x, **given} | {name: torch.full((rows,), 77, dtype=dtype) for name, dtype in out.items()}
     numbers = x.stride(0), cols, source.slice_of(cols, cluster), 0, 0, 0
-    fields = [*(memory[name].data_ptr() for name in unfiltered.POINTERS), *numbers]
-    simulate_sample(shape, np.array(fields, np.int64), rows, folder, unfiltered)
+    simulate_own(unfiltered.KERNEL, shape, memory, numbers, rows, folder)
     return {name: memory[name] for name in out}
 
 
@@ -110,7 +108,7 @@ def test_scores_at_the_limits_of_rounding(row: list[float], folder: Path) -> Non
 def test_the_kernel_compiles_without_spills(arch: str, cluster: int, aligned: bool, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     shape = unfiltered.Shape("bfloat16", cluster, unfiltered.MOST_THREADS, aligned, False)
-    log = log_of(unfiltered.source(shape), arch)
+    log = log_of(unfiltered.KERNEL.source(shape), arch)
     assert compile.usage(log)["spills"] == 0
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -21,13 +20,9 @@ from cuda_simulator import simulated_own_source, simulated_source
 from onlinesoftmax.core.device import known
 from onlinesoftmax.jax import cuda_call, custom_op, kernel_or_formula
 from onlinesoftmax.kernels.cuda import compile, source, xla_handler
-from onlinesoftmax.kernels.cuda.arguments import OwnLaunch
+from onlinesoftmax.kernels.cuda.arguments import OwnKernel, OwnLaunch
 from onlinesoftmax.kernels.cuda.xla_handler import Launch
 from onlinesoftmax.kernels.request import Request
-from onlinesoftmax.routing.kernels import gradient
-from onlinesoftmax.routing.kernels import source as routing
-from onlinesoftmax.sampling.kernels import source as sampling
-from onlinesoftmax.sampling.kernels import topk, unfiltered
 
 
 class Host:
@@ -58,10 +53,10 @@ class Host:
         found: Launch = make(request, *more)
         return found._replace(cubin=code)
 
-    def own_launch(self, module: ModuleType, make: Any, shape: Any, *more: Any) -> OwnLaunch:
+    def own_launch(self, make: Any, kernel: OwnKernel, shape: Any, *more: Any) -> OwnLaunch:
         """The launch of a kernel that an operation brings."""
-        found: OwnLaunch = make(shape, *more)
-        self.sources[code_of(found.text)] = partial(simulated_own_source, shape, module)
+        found: OwnLaunch = make(kernel, shape, *more)
+        self.sources[code_of(found.text)] = partial(simulated_own_source, kernel, shape)
         return found
 
 
@@ -92,8 +87,8 @@ def simulated_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(module, "to_lower_for", lambda: device)
     monkeypatch.setattr(cuda_call, "_launch", partial(HOST.launch, cuda_call._launch))
     monkeypatch.setattr(compile, "cubin", code_of)
-    for kernel in (sampling, topk, unfiltered, routing, gradient):
-        monkeypatch.setattr(kernel, "launch_of", partial(HOST.own_launch, kernel, kernel.launch_of))
+    make = OwnKernel.launch
+    monkeypatch.setattr(OwnKernel, "launch", lambda *given: HOST.own_launch(make, *given))
     with jax.default_device(jax.devices("cpu")[0]):
         yield
     # Programs with kernels that only this fixture runs.

@@ -173,9 +173,9 @@ def _of_sample(asked: Asked, device: Device) -> list[Program]:
     if reason := refusal(asked.dtype, rows, True, device):
         raise ValueError(f"sample: {reason}")
     given = rows, cols, asked.dtype, cols * x.element_size() % 16 == 0
-    texts = {"without a filter": unfiltered.source(unfiltered.shape_of(*given, False, device))}
+    texts = {"without a filter": unfiltered.KERNEL.source(unfiltered.shape_of(*given, False, device))}
     if (filtered := source.shape_of(*given, device)) is not None:
-        texts["with filters"] = source.source(filtered)
+        texts["with filters"] = source.KERNEL.source(filtered)
     return [Program(asked.named(device, what), text) for what, text in texts.items()]
 
 

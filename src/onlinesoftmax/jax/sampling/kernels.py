@@ -34,13 +34,14 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
     filters = bool({"top_k", "top_p", "min_p"} & operands.keys())
     if is_unfiltered(filters, listed):
         of_all = unfiltered.shape_of(rows, cols, dtype, aligned, raw, device)
-        launch, file = unfiltered.launch_of(of_all, rows, (*_sizes(cols, of_all.cluster), 0, 0, 0)), "unfiltered.cuh"
+        numbers, file = (*_sizes(cols, of_all.cluster), 0, 0, 0), "unfiltered.cuh"
+        launch = unfiltered.KERNEL.launch(of_all, numbers, rows, of_all.dynamic_bytes)
     else:
         found = source.shape_of(rows, cols, dtype, aligned, device)
         if found is None or listed > source.MOST_TOP:
             return f"a kernel lists at most {source.MOST_TOP} tokens, and needs more shared memory for them"
-        numbers = *_sizes(cols, found.cluster), int(first), int(raw), listed
-        launch, file = source.launch_of(found, rows, numbers), "sample.cuh"
+        numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), listed), "sample.cuh"
+        launch = source.KERNEL.launch(found, numbers, rows, found.dynamic_bytes)
     results = _types((rows,), token="int64", logprob="float32", lse="float32", kept="int64", valid="bool")
     if listed:
         results |= _types((rows, listed), top_tokens="int64", top_logprobs="float32")
@@ -71,7 +72,7 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
     found = topk.shape_of(rows, cols, k, dtype, aligned, with_target, device) if k <= topk.MOST else None
     if found is None:
         return f"a kernel lists at most {topk.MOST} tokens, and needs more shared memory for them"
-    launch = topk.launch_of(found, rows, (*_sizes(cols, found.cluster), k))
+    launch = topk.KERNEL.launch(found, (*_sizes(cols, found.cluster), k), rows, found.dynamic_bytes)
     results = {
         **_types((rows, k), values="float32", indices="int64", logprobs="float32"), **_types((rows,), lse="float32"),
         **(_types((rows,), target_logprob="float32", target_rank="int64") if with_target else {}),

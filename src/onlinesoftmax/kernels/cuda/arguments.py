@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
 
 from ..request import Request
 from .messages import team_mail_words
 from .params import LOSS_MAIL, MAIL, POINTERS, REST, pack
-from .source import blocks, loss_mail_words, places_of, shared_memory, sizes_of
+from .source import blocks, loss_mail_words, places_of, program, shared_memory, sizes_of
 
 EMPTY = -1
 """Value of a word of a mailbox without a message, as in channel.cuh."""
@@ -48,6 +50,46 @@ class OwnLaunch(NamedTuple):
         """The parameter, with zeros for the addresses."""
         fields = (*[0] * len(self.pointers), *self.numbers)
         return b"".join(field.to_bytes(8, "little", signed=field < 0) for field in fields)
+
+
+class OwnKernel(NamedTuple):
+    """A kernel that an operation brings.
+
+    Attributes:
+        name: Its name.
+        files: (path, package) of its files, in the order of inclusion.
+        pointers: Names of its tensors, in the order of the struct; numbers follow.
+        prologue: Function of what it is compiled for that returns types and constants.
+        waits: As in OwnLaunch.
+    """
+
+    name: str
+    files: tuple[tuple[str, str], ...]
+    pointers: tuple[str, ...]
+    prologue: Callable[[Any], str]
+    waits: bool = False
+
+    def source(self, shape: Any) -> str:
+        """The source of the kernel for a shape."""
+        return _own_source(self, shape)
+
+    def launch(self, shape: Any, numbers: tuple[int, ...], clusters: int, dynamic: int = 0) -> OwnLaunch:
+        """The launch of the kernel.
+
+        Args:
+            shape: What it is compiled for; it has the threads of a block, and the blocks of a cluster.
+            numbers: Its numbers.
+            clusters: Number of clusters.
+            dynamic: Bytes of dynamic shared memory of a block.
+        """
+        blocks, threads, cluster = clusters * shape.cluster, shape.threads, shape.cluster
+        text = self.source(shape)
+        return OwnLaunch(text, self.name, self.pointers, numbers, blocks, threads, dynamic, cluster, self.waits)
+
+
+@cache
+def _own_source(kernel: OwnKernel, shape: Any) -> str:
+    return program(kernel.prologue(shape), *kernel.files)
 
 
 def configuration(request: Request) -> tuple[int, int, int, int, int, bool]:

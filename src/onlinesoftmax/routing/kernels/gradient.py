@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 from ...core.device import Device
-from ...kernels.cuda.arguments import OwnLaunch
-from ...kernels.cuda.source import program
+from ...kernels.cuda.arguments import OwnKernel, OwnLaunch
 from ..rules import Call, Gradients, LossGradients, Rule, Score
 from .source import MOST_ITEMS, SHARED, THREADS, bits_of, constants_of_weights, team_of
-
-NAME = "route_gradient_kernel"
 
 FILES = (*SHARED, *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "gradient")))
 """Files of the kernel, in the order of inclusion."""
@@ -80,12 +76,6 @@ def shape_of(rule: Rule, dtype: str, width: int, flags: frozenset[str]) -> Shape
     return Shape(dtype, rule.k, width, team, chunks, whole, threads, resident, rule.score, rule.renormalize, flags)
 
 
-@cache
-def source(shape: Shape) -> str:
-    """The source of a kernel."""
-    return program(prologue(shape), *FILES)
-
-
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers: dict[str, bool | int] = {
@@ -94,6 +84,9 @@ def prologue(shape: Shape) -> str:
         **{name: name in shape.flags for name in FLAGS},
     }  # fmt: skip
     return constants_of_weights(shape.score, shape.renormalize, shape.dtype, numbers)
+
+
+KERNEL = OwnKernel("route_gradient_kernel", FILES, POINTERS, prologue, waits=True)
 
 
 def flags_of(call: Call, given: Gradients, losses: LossGradients | None = None) -> frozenset[str]:
@@ -120,6 +113,4 @@ def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int
     places = device.multiprocessors * shape.resident
     parts = max(1, min(-(-tokens // shape.teams), places // sequences))
     numbers = numbers_of(rule, stride, tokens, parts)
-    return OwnLaunch(
-        source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, shape.dynamic_bytes, waits=True
-    )  # fmt: skip
+    return KERNEL.launch(shape, numbers, sequences * parts, shape.dynamic_bytes)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 from ...core.device import Device
 from ...kernels import cuda
-from ...kernels.cuda.arguments import OwnLaunch
-from ...kernels.cuda.source import program
+from ...kernels.cuda.arguments import OwnKernel
 from ...sampling.kernels.source import constants_of
-
-NAME = "router_loss_kernel"
 
 FILES = (
     *((name, cuda.__name__) for name in ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages")),
@@ -59,19 +55,9 @@ def shape_of(count: int, z_loss: bool, device: Device) -> Shape:
     return Shape(True, 512 if count <= MOST_BLOCKS * FEW else 1024, 1 if few else MOST_BLOCKS)
 
 
-@cache
-def source(shape: Shape) -> str:
-    """The source of a kernel."""
-    return program(prologue(shape), *FILES)
-
-
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     return constants_of("float32", {"Z_LOSS": shape.z_loss, "THREADS": shape.threads, "CLUSTER": shape.cluster})
 
 
-def launch_of(shape: Shape, numbers: tuple[int, ...]) -> OwnLaunch:
-    """The launch of a kernel; `numbers` in the order of NUMBERS."""
-    return OwnLaunch(
-        source(shape), NAME, POINTERS, numbers, shape.cluster, shape.threads, cluster=shape.cluster, waits=True
-    )  # fmt: skip
+KERNEL = OwnKernel("router_loss_kernel", FILES, POINTERS, prologue, waits=True)

@@ -12,7 +12,7 @@ from ...kernels.cuda.launch import argument_pool
 from ...sampling.kernels.which_kernel import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from .losses import MOST_READ, POINTERS, Shape, launch_of, shape_of
+from .losses import KERNEL, MOST_READ, POINTERS, Shape, shape_of
 from .source import bits_of
 
 Tensor = torch.Tensor
@@ -50,7 +50,7 @@ def loss(counts: Tensor, values: Tensor, factor: float, z_loss: bool) -> tuple[T
 def _bound(
     shape: Shape, numbers: tuple[int, ...], index: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
-    pool = argument_pool(launch_of(shape, numbers))
+    pool = argument_pool(KERNEL.launch(shape, numbers, 1))
 
     def run(counts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         if torch.cuda.current_device() != index:

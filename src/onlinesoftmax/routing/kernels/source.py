@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from struct import Struct
 from typing import NamedTuple
 
 from ...core.device import Device
 from ...core.task import ITEMSIZE
 from ...kernels import cuda
-from ...kernels.cuda.arguments import OwnLaunch
-from ...kernels.cuda.source import program
+from ...kernels.cuda.arguments import OwnKernel, OwnLaunch
 from ...sampling import kernels as sampling
 from ...sampling.kernels.source import constants_of
 from ...sampling.kernels.which_kernel import refusal
 from ..rules import Call, Rule, Score
 from ..selection import HALF_LOG
-
-NAME = "route_kernel"
 
 SHARED = (
     ("row/warp_shuffle", cuda.__name__), ("channel/channel", cuda.__name__), ("scores", sampling.__name__),
@@ -307,9 +303,7 @@ def words_of(shape: Shape, rule: Rule, sequences: int, parts: int) -> int:
 def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int, parts: int) -> OwnLaunch:
     """The launch of a kernel; the arguments are those of `numbers_of`, and the number of sequences."""
     numbers = numbers_of(shape, rule, stride, tokens, parts)
-    return OwnLaunch(
-        source(shape), NAME, POINTERS, numbers, sequences * parts, shape.threads, dynamic_bytes(shape, rule), waits=True
-    )  # fmt: skip
+    return KERNEL.launch(shape, numbers, sequences * parts, dynamic_bytes(shape, rule))
 
 
 def bits_of(x: float) -> int:
@@ -318,12 +312,6 @@ def bits_of(x: float) -> int:
 
 
 _FLOAT, _LIMIT = Struct("<f"), 2.0**128 - 2.0**103
-
-
-@cache
-def source(shape: Shape) -> str:
-    """The source of a kernel."""
-    return program(prologue(shape), *FILES)
 
 
 def prologue(shape: Shape) -> str:
@@ -337,6 +325,9 @@ def prologue(shape: Shape) -> str:
     coefficients = "".join(f"constexpr float HALF_LOG_{i} = {float(c)!r}f;\n" for i, c in enumerate(HALF_LOG))
     selection = f"constexpr Score SELECTION = Score::{shape.selection.name};\n"
     return constants_of_weights(shape.score, shape.renormalize, shape.dtype, numbers) + selection + coefficients
+
+
+KERNEL = OwnKernel("route_kernel", FILES, POINTERS, prologue, waits=True)
 
 
 def constants_of_weights(score: Score, renormalize: bool, dtype: str, numbers: dict[str, bool | int]) -> str:

@@ -14,7 +14,7 @@ from ...torch.small_kernels import on_device
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered_launch
-from .source import MOST_TOP, NUMBERS, POINTERS, Shape, launch_of, shape_of, slice_of
+from .source import KERNEL, MOST_TOP, NUMBERS, POINTERS, Shape, shape_of, slice_of
 from .which_kernel import is_unfiltered, refusal
 
 Tensor = torch.Tensor
@@ -69,4 +69,4 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
 @cache
 def _pool(shape: Shape, _: int) -> driver.ArgumentPool:
     """The arguments of launches on the device of a number; each of them fills in its blocks and its numbers."""
-    return argument_pool(launch_of(shape, 1, (0,) * len(NUMBERS)))
+    return argument_pool(KERNEL.launch(shape, (0,) * len(NUMBERS), 1, shape.dynamic_bytes))

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import NamedTuple
 
 from ...core.device import Device
 from ...core.options import LARGEST_FLOAT32
 from ...core.task import ITEMSIZE
 from ...kernels import cuda
-from ...kernels.cuda.arguments import OwnLaunch
-from ...kernels.cuda.source import declarations, program, typed
+from ...kernels.cuda.arguments import OwnKernel
+from ...kernels.cuda.source import declarations, typed
 from ..masses import MASS_BITS, POWER_OF_TWO
 from ..philox import ROUNDS
-
-NAME = "sample_kernel"
 
 _SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
@@ -145,19 +142,6 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
     return held if fits else held._replace(tiles=0)
 
 
-@cache
-def source(shape: Shape) -> str:
-    """The source of a kernel."""
-    return program(prologue(shape), *FILES)
-
-
-def launch_of(shape: Shape, rows: int, numbers: tuple[int, ...]) -> OwnLaunch:
-    """The launch of a kernel on rows; `numbers` in the order of NUMBERS."""
-    return OwnLaunch(
-        source(shape), NAME, POINTERS, numbers, rows * shape.cluster, shape.threads, shape.dynamic_bytes, shape.cluster
-    )
-
-
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     numbers = {
@@ -167,6 +151,9 @@ def prologue(shape: Shape) -> str:
         "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE, "MOST_RIVALS": _MOST_RIVALS,
     }  # fmt: skip
     return constants_of(shape.dtype, numbers)
+
+
+KERNEL = OwnKernel("sample_kernel", FILES, POINTERS, prologue)
 
 
 def constants_of(dtype: str, numbers: dict[str, bool | int]) -> str:

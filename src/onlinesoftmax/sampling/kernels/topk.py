@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 from ...core.device import Device
 from ...kernels import cuda
-from ...kernels.cuda.arguments import OwnLaunch
-from ...kernels.cuda.source import program
+from ...kernels.cuda.arguments import OwnKernel
 from .prefetch import STAGES, TOKENS, prefetch_bytes
 from .source import constants_of, slice_of
-
-NAME = "topk_kernel"
 
 _SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
@@ -96,12 +92,6 @@ def shape_of(rows: int, cols: int, k: int, dtype: str, aligned: bool, target: bo
     return shape if shape.dynamic_bytes + STATIC_BYTES <= device.shared_memory else None
 
 
-@cache
-def source(shape: Shape) -> str:
-    """The source of a kernel."""
-    return program(prologue(shape), *FILES)
-
-
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     # Clusters are for few rows, which have a multiprocessor for each block.
@@ -114,8 +104,4 @@ def prologue(shape: Shape) -> str:
     return constants_of(shape.dtype, numbers)
 
 
-def launch_of(shape: Shape, rows: int, numbers: tuple[int, ...]) -> OwnLaunch:
-    """The launch of a kernel on rows; `numbers` in the order of NUMBERS."""
-    return OwnLaunch(
-        source(shape), NAME, POINTERS, numbers, rows * shape.cluster, shape.threads, shape.dynamic_bytes, shape.cluster
-    )
+KERNEL = OwnKernel("topk_kernel", FILES, POINTERS, prologue)

@@ -59,7 +59,7 @@ def _bound(
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     last = dim == len(rows)
 
-    pool = argument_pool(topk.launch_of(shape, count, numbers))
+    pool = argument_pool(topk.KERNEL.launch(shape, numbers, count, shape.dynamic_bytes))
     new = allocator(torch.device("cuda", index))
     take, give_back, real, whole = pool.take, pool.give_back, torch.float32, torch.int64
 

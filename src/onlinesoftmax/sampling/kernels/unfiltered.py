@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 from ...core.device import Device
 from ...kernels import cuda
-from ...kernels.cuda.arguments import OwnLaunch
-from ...kernels.cuda.source import program
+from ...kernels.cuda.arguments import OwnKernel
 from .prefetch import STAGES, TOKENS, prefetch_bytes
 from .source import constants_of, most_blocks, slice_of
-
-NAME = "unfiltered_kernel"
 
 _SHARED = "row/warp_shuffle", "channel/barrier", "channel/cluster_messages"
 _OWN = "scores", "noise", "prefetch", "parts", "race", "unfiltered"
@@ -56,6 +52,11 @@ class Shape(NamedTuple):
     aligned: bool
     raw: bool
 
+    @property
+    def dynamic_bytes(self) -> int:
+        """Bytes of the logits that are under way."""
+        return prefetch_bytes(self.threads, self.dtype)
+
 
 def shape_of(rows: int, cols: int, dtype: str, aligned: bool, raw: bool, device: Device) -> Shape:
     """The kernel of a call.
@@ -72,17 +73,6 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, raw: bool, device:
     return Shape(dtype, cluster, threads, aligned, raw)
 
 
-def dynamic_bytes(shape: Shape) -> int:
-    """Bytes of the logits that are under way."""
-    return prefetch_bytes(shape.threads, shape.dtype)
-
-
-@cache
-def source(shape: Shape) -> str:
-    """The source of a kernel."""
-    return program(prologue(shape), *FILES)
-
-
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
     resident = RESIDENT_THREADS // (1 if shape.aligned else 2) // shape.threads
@@ -93,8 +83,4 @@ def prologue(shape: Shape) -> str:
     return constants_of(shape.dtype, numbers)
 
 
-def launch_of(shape: Shape, rows: int, numbers: tuple[int, ...]) -> OwnLaunch:
-    """The launch of a kernel on rows; `numbers` in the order of NUMBERS."""
-    return OwnLaunch(
-        source(shape), NAME, POINTERS, numbers, rows * shape.cluster, shape.threads, dynamic_bytes(shape), shape.cluster
-    )
+KERNEL = OwnKernel("unfiltered_kernel", FILES, POINTERS, prologue)

@@ -17,7 +17,7 @@ from ...torch.fast_path import MOST_ENTRIES
 from ...torch.prepare import allocator
 from ..results import Sampled
 from .source import slice_of
-from .unfiltered import POINTERS, Shape, launch_of, shape_of
+from .unfiltered import KERNEL, POINTERS, Shape, shape_of
 from .which_kernel import refusal
 
 Tensor = torch.Tensor
@@ -60,7 +60,8 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
     note_plan(Kind("sample", (count, cols), shape.dtype, f"cuda:{index}"), plan, "no filter is given")
     steps = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    pool = argument_pool(launch_of(shape, count, (stride, cols, slice_of(cols, shape.cluster), 0, 0, 0)))
+    numbers = stride, cols, slice_of(cols, shape.cluster), 0, 0, 0
+    pool = argument_pool(KERNEL.launch(shape, numbers, count, shape.dynamic_bytes))
     new = allocator(torch.device("cuda", index))
     take, give_back = pool.take, pool.give_back
 

@@ -167,7 +167,7 @@ def by_torch(case: RouteCase) -> Function:
     return forward
 
 
-class QuackGate(ForGpus, Gate):
+class QuackGate(Gate, ForGpus):
     """quack's softmax of the k largest logits; PyTorch adds the counts."""
 
     name, module, distribution = Quack.name, "quack.topk", Quack.distribution
@@ -192,10 +192,6 @@ class QuackGate(ForGpus, Gate):
         eps = torch.finfo(x.dtype).eps
         return 2 * float(x.detach().abs().max()) * case.shape[1] * 2.0**-23 + (eps if x.itemsize < 4 else 0.0)
 
-    def prepare(self, case: Case) -> Function:
-        """The function of logits and bias."""
-        return Gate.prepare(self, case)
-
     def forward(self, case: RouteCase) -> Function:
         """Its public function."""
         import torch
@@ -211,7 +207,7 @@ class QuackGate(ForGpus, Gate):
         return forward
 
 
-class TransformerEngineGate(ForGpus, Gate):
+class TransformerEngineGate(Gate, ForGpus):
     """The fused router of TransformerEngine: dense weights and a map of the chosen experts, which PyTorch counts."""
 
     name, module = "transformer-engine", "transformer_engine.pytorch.router"
@@ -227,10 +223,6 @@ class TransformerEngineGate(ForGpus, Gate):
     def incoming(self, case: RouteCase, x: Any, experts: Any) -> Any:
         """Those of the dense weights, which have the dtype of the logits."""
         return incoming(x)[0].gather(1, experts)
-
-    def prepare(self, case: Case) -> Function:
-        """The function of logits and bias."""
-        return Gate.prepare(self, case)
 
     def forward(self, case: RouteCase) -> Function:
         """Its public functions, as Megatron-LM calls them."""

@@ -137,7 +137,7 @@ def by_torch(case: TokenCase) -> Function:
     return filtered if k or p else greedy if given else gumbel
 
 
-class FlashInfer(ForGpus, Tokens):
+class FlashInfer(Tokens, ForGpus):
     """FlashInfer's softmax and its samplers of probabilities; its top-k."""
 
     name, module, distribution = "flashinfer", "flashinfer", "flashinfer-python"
@@ -148,10 +148,6 @@ class FlashInfer(ForGpus, Tokens):
     def supports(self, case: Case) -> str | None:
         """Everything but greedy rows."""
         return "has no greedy rows" if isinstance(case, TokenCase) and case.asked == "greedy" else None
-
-    def prepare(self, case: Case) -> Function:
-        """The function of the logits."""
-        return Tokens.prepare(self, case)
 
     def of_logits(self, case: TokenCase) -> Function:
         """Its public functions."""
