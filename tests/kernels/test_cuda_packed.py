@@ -31,12 +31,12 @@ from pairs import rest_exhaustive
 H200 = known("h200")
 
 
-def packed_plan(rows: int, cols: int, lanes: int, depth: int = 1, terms: bool = True) -> Plan:
+def packed_plan(rows: int, cols: int, lanes: int, depth: int = 1) -> Plan:
     """A plan whose blocks have one warp."""
     owned = 32 // lanes * depth
     return Plan(
         backend="cuda", strategy="row", kernel=PACKED, programs=-(-rows // owned), block=-(-cols // lanes) * lanes,
-        rows_per_program=owned, depth=depth, warps=1, lanes=lanes, terms=terms,
+        rows_per_program=owned, depth=depth, warps=1, lanes=lanes, terms=True,
     )  # fmt: skip
 
 

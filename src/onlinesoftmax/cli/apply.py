@@ -49,7 +49,7 @@ def apply(
       torchrun --nproc-per-node 4 --no-python onlinesoftmax apply logits.npy probabilities.npy
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     with output.refusing():
-        size = parse_bytes("--memory", memory)
+        size = parse_bytes(memory)
     with interrupted_by_signals(), _process_group() as group:
         request = {"axis": dim, "operation": op, "dtype": dtype, "chunk_bytes": size, "tensors": tensor or None}
         report = _run(source, target, {**request, "group": group})

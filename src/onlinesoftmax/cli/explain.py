@@ -172,7 +172,7 @@ def _explain(
         if head["classes"] is not None:
             options["linear_weight"] = (head["classes"], sizes[-1])
         if head["memory"] is not None:
-            options["memory"] = parse_bytes("--memory", head["memory"])
+            options["memory"] = parse_bytes(head["memory"])
         if head["gradients"] is not None:
             options["gradients"] = [name for name in split_names(head["gradients"]) if name != "none"]
         try:

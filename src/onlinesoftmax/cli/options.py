@@ -89,14 +89,13 @@ def named(
     return typer.Option(default, *flags, help=help, callback=check, autocompletion=complete)
 
 
-def known_device(default: Any = None, *, help: str, names: Iterable[str] = KNOWN) -> Any:
+def known_device(*, help: str) -> Any:
     """An option for the name of a device, which the command checks; shells complete the names."""
-    known = tuple(names)
 
     def complete(incomplete: str) -> list[str]:
-        return [name for name in known if name.startswith(incomplete)]
+        return [name for name in KNOWN if name.startswith(incomplete)]
 
-    return typer.Option(default, help=help, autocompletion=complete)
+    return typer.Option(None, help=help, autocompletion=complete)
 
 
 def split_names(text: str) -> list[str]:

@@ -49,23 +49,19 @@ UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KiB": 1 <
 """Bytes of a unit by its name."""
 
 
-def parse_bytes(name: str, text: str) -> int:
-    """The bytes that a text describes: a number, and a unit of UNITS in upper or lower case where it is not bytes.
-
-    Args:
-        name: Name of the argument, for the error.
-        text: The text, as "600MB".
+def parse_bytes(text: str) -> int:
+    """The bytes that --memory names: a number, and a unit of UNITS in upper or lower case where it is not bytes.
 
     Raises:
         ValueError: the text describes no positive number of bytes; the message quotes it.
 
     Example:
-        >>> parse_bytes("memory", "600MB"), parse_bytes("memory", "1.5 GiB"), parse_bytes("memory", "4096")
+        >>> parse_bytes("600MB"), parse_bytes("1.5 GiB"), parse_bytes("4096")
         (600000000, 1610612736, 4096)
     """
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", text)
     unit = {known.lower(): factor for known, factor in UNITS.items()}.get((match[2] or "B").lower()) if match else None
     found = int(float(match[1]) * unit) if match and unit else 0
     if not 0 < found < 1 << 62:
-        raise ValueError(f"{name} {text!r}: expected a positive number of bytes, as in 600MB or 1.5GiB")
+        raise ValueError(f"--memory {text!r}: expected a positive number of bytes, as in 600MB or 1.5GiB")
     return found

@@ -28,7 +28,6 @@ from ..torch.loss_arguments import (
 from ..torch.loss_run import statistics_of
 from . import rows, traced
 from .arguments import (
-    Head,
     check_token_loss,
     checked_acc_dtype,
     checked_head,
@@ -95,7 +94,10 @@ def cross_entropy(
     factor, divisor = with_divisor(factor, divisor, head.input.dtype)
     way = traced.losses if is_traced(head.input) else _losses
     y, stats = way(call._replace(factor=factor), weight, return_stats)
-    y = _mean_of_none(divided(y, divisor), head, loss.reduction)
+    y = divided(y, divisor)
+    if loss.reduction == "mean" and not head.input.shape[0]:
+        # The mean of no tokens, whose gradients are 0.
+        y = y + torch.nan
     y = (y.reshape(head.shape) if loss.reduction == "none" else y).to(dtype)
     if not return_stats:
         return y
@@ -227,8 +229,3 @@ def token_loss(
 
 def _itself(t: Tensor) -> Tensor:
     return t
-
-
-def _mean_of_none(y: Tensor, head: Head, reduction: str) -> Tensor:
-    """The result; NaN where it is the mean of no tokens, whose gradients are 0."""
-    return y if head.input.shape[0] or reduction != "mean" else y + torch.nan

@@ -174,13 +174,13 @@ def extent(t: torch.Tensor) -> int:
     return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.itemsize if t.numel() else 0
 
 
-def check_first_derivative(gradient: str, instead: str = "") -> None:
+def check_first_derivative(gradient: str) -> None:
     """Refuse, inside a backward pass, a gradient that is to be differentiated itself.
 
     Without this, autograd would take the gradient for a constant, and a second derivative would be wrong.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise RuntimeError(f"{gradient} cannot be differentiated again (create_graph=True){instead}")
+        raise RuntimeError(f"{gradient} cannot be differentiated again (create_graph=True)")
 
 
 def checked_loss(x: Any, target: Any, weight: Any, loss: Loss) -> Loss:

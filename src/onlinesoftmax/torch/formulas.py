@@ -281,10 +281,6 @@ def score_gradient(name: str, saved: Saved, dy: Tensor) -> Tensor:
     return dz
 
 
-def _softmax_tangent(saved: Saved, dz: Tensor) -> Tensor:
-    return saved.y * (dz - (dz * saved.y).sum(saved.dim, keepdim=True))
-
-
 def _log_softmax_tangent(saved: Saved, dz: Tensor) -> Tensor:
     return dz - (dz * saved.y.exp()).sum(saved.dim, keepdim=True)
 
@@ -295,7 +291,8 @@ def _logsumexp_tangent(saved: Saved, dz: Tensor) -> Tensor:
 
 
 TANGENTS: dict[str, Callable[[Saved, Tensor], Tensor]] = {
-    "softmax": _softmax_tangent,
+    # The Jacobian of softmax is symmetric.
+    "softmax": _softmax_gradient,
     "log_softmax": _log_softmax_tangent,
     "logsumexp": _logsumexp_tangent,
 }

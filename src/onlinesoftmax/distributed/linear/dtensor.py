@@ -73,15 +73,12 @@ def cross_entropy(
                 raise NotImplementedError(f"{name}(): {what} is not available if linear_weight is sharded")
         y = sharded_classes.cross_entropy(here.tensors, numbers, weight, token_weight, dtype, here.team, **bounds)
     else:
-        whole = _over_tokens if reduction != "none" and here.team.token_groups else _of_each_process
-        y = whole(here, numbers, weight, token_weight, dtype, return_stats, memory, acc_dtype)
+        rest = numbers, weight, token_weight, dtype, return_stats, memory, acc_dtype
+        over_tokens = reduction != "none" and here.team.token_groups
+        y = _over_tokens(here, *rest) if over_tokens else run.cross_entropy(here.tensors, *rest)
         y, stats = y if return_stats else (y, None)
     y = here.layout.rows(y) if reduction == "none" else here.layout.number(y)
     return y if stats is None else (y, LossStatistics(*map(here.layout.rows, stats)))
-
-
-def _of_each_process(here: LocalHead, *given: Any) -> Any:
-    return run.cross_entropy(here.tensors, *given)
 
 
 def _over_tokens(

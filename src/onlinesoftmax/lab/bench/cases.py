@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ...core.declaration import Operation, Output, ValueKind
 from ...core.options import SCORE_OPTIONS, ScoreOptions
@@ -295,3 +295,24 @@ class Case:
     def as_dict(self) -> dict[str, Any]:
         """Attributes and bytes, for JSON."""
         return {**asdict(self), "shape": list(self.shape), "fused": list(self.fused), "bytes": self.bytes}
+
+
+class LogitsCase(Case):
+    """A function of logits of two dimensions that reads them once, as logsumexp does; its other checks are its own."""
+
+    axes: ClassVar[str]
+    """Names of the dimensions."""
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 2 or self.dim != 1:
+            raise ValueError(f"{self.operation} needs two sizes, {self.axes}, got {self.shape}")
+
+    @property
+    def declaration(self) -> Operation:
+        """The operation that reads the logits once."""
+        return OPERATIONS["logsumexp"]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the logits."""
+        return self.tensor_bytes

@@ -97,13 +97,18 @@ class TransformerEngine(ForGpus):
 
     def function(self, case: Case) -> Function:
         """Its public function."""
-        loss, mean = importlib.import_module(self.module).parallel_cross_entropy, case.reduction == "mean"
+        return parallel_cross_entropy(case)
 
-        def function(x: Any, target: Any) -> Any:
-            found = loss(x[None], target[None], reduce_loss=mean)
-            return found if mean else found[0]
 
-        return function
+def parallel_cross_entropy(case: Case, **group: Any) -> Function:
+    """The function of Transformer Engine for a batch of one, on one process or on a group."""
+    loss, mean = importlib.import_module(TransformerEngine.module).parallel_cross_entropy, case.reduction == "mean"
+
+    def function(x: Any, target: Any) -> Any:
+        found = loss(x[None], target[None], reduce_loss=mean, **group)
+        return found if mean else found[0]
+
+    return function
 
 
 class Trl(ForGpus):

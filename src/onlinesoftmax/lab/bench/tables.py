@@ -93,15 +93,12 @@ def _table(results: Sequence[CaseResult], content: Mapping[str, Any], columns: C
         for each in found.results:
             has_times = each.times or ONLY_OF[found.measures] == CALLS
             cells = [cell(found, each) for cell in columns.values()] if has_times else blank
-            rows.append((*start, _who(each), *cells, _note(each)))
+            who = f"{each.who} {each.plan.backend}/{each.plan.strategy}" if each.plan else each.who
+            rows.append((*start, who, *cells, _note(each)))
         rows += [(*start, name, _digits(times.median_us), *blank) for name, times in found.yardsticks.items()]
     rows += [("-", "-", "-", name, *blank, f"absent: {reason}") for name, reason in content["absent"].items()]
     names = tuple(columns)
     return Table(("operation", "shape", "dtype", "who", *names, notes), rows, names, above(content), [])
-
-
-def _who(result: Result) -> str:
-    return f"{result.who} {result.plan.backend}/{result.plan.strategy}" if result.plan else result.who
 
 
 def _note(result: Result) -> str:

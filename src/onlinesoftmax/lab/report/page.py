@@ -66,7 +66,8 @@ def page(
     )
     trusted: Any = templates.filters["safe"]
     return templates.get_template("page.html").render(
-        version=__version__, commit=git_state()["commit"][:12], date=_today(), records=shown, left_out=left_out,
+        version=__version__, commit=git_state()["commit"][:12], date=datetime.now(timezone.utc).date().isoformat(),
+        records=shown, left_out=left_out,
         devices=_devices(shown), default=shown_first(records), step=STEP, steps=STEPS, every=EVERY, longest=LONGEST,
         own_tables=any(tuned_table(known(gpu)) for gpu in choices.gpus),
         css=trusted(_template("page.css")), data=_packed(data), library=trusted(_script(_library())),
@@ -101,10 +102,6 @@ def _argument(option: str) -> str:
     """The argument of `onlinesoftmax explain` for a score option; SHAPE stands for the shape of the input."""
     declared = SCORE_OPTIONS[option]
     return f"--{option} 0.5" if declared.number else f"--{option}{' SHAPE' if declared.tensor else ''}"
-
-
-def _today() -> str:
-    return datetime.now(timezone.utc).date().isoformat()
 
 
 def _devices(shown: Sequence[dict[str, Any]]) -> list[tuple[str, list[int]]]:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....core.declaration import Operation
-from ....core.task import ITEMSIZE
-from ....ops import OPERATIONS
 from ...names import check_names
-from ..cases import Case
+from ..cases import LogitsCase
 
 ROUTE = "route"
 
@@ -26,7 +23,7 @@ A gate with groups has a bias too, as that of DeepSeek-V3.
 
 
 @dataclass(frozen=True)
-class RouteCase(Case):
+class RouteCase(LogitsCase):
     """The routing of logits (tokens, experts); with a gradient, that of weights and of both losses.
 
     Attributes:
@@ -38,13 +35,13 @@ class RouteCase(Case):
         ('65536x256, top 8', 67108864, 4457472)
     """
 
+    axes = "tokens x experts"
     gate: str = ""
 
     def __post_init__(self) -> None:
         check_names("function", [self.operation], [ROUTE])
         check_names("gate", [self.gate], GATES)
-        if len(self.shape) != 2 or self.dim != 1:
-            raise ValueError(f"{self.operation} needs two sizes, tokens x experts, got {self.shape}")
+        super().__post_init__()
         given = self.arguments
         if given["k"] > self.shape[1] * given.get("group_k", 1) // given.get("groups", 1):
             raise ValueError(f"{self.operation} with {self.gate}: {self.shape[1]} experts are too few")
@@ -56,16 +53,6 @@ class RouteCase(Case):
     def arguments(self) -> dict[str, Any]:
         """The keyword arguments of `route` that are no tensors."""
         return GATES[self.gate]
-
-    @property
-    def declaration(self) -> Operation:
-        """The operation that reads the logits once."""
-        return OPERATIONS["logsumexp"]
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of the logits."""
-        return self.elements * ITEMSIZE[self.dtype]
 
     @property
     def write_bytes(self) -> int:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ....core.declaration import Operation
 from ....core.task import ITEMSIZE
-from ....ops import OPERATIONS
 from ...names import check_names
-from ..cases import Case
+from ..cases import LogitsCase
 
 SAMPLE, TOPK = "sample", "topk_logprobs"
 
@@ -27,7 +25,7 @@ LOGITS = ("normal", "peaked", "zipf")
 
 
 @dataclass(frozen=True)
-class TokenCase(Case):
+class TokenCase(LogitsCase):
     """A function from logits (rows, tokens) to tokens.
 
     Attributes:
@@ -40,6 +38,7 @@ class TokenCase(Case):
         ('64x128256 normal, top-k 50', {'top_k': 50}, 32834304)
     """
 
+    axes = "rows x tokens"
     logits: str = "normal"
     asked: str = ""
 
@@ -47,8 +46,7 @@ class TokenCase(Case):
         check_names("function", [self.operation], ASKED)
         check_names("kind of logits", [self.logits], LOGITS)
         check_names("arguments", [self.asked], ASKED[self.operation])
-        if len(self.shape) != 2 or self.dim != 1:
-            raise ValueError(f"{self.operation} needs two sizes, rows x tokens, got {self.shape}")
+        super().__post_init__()
         if self.top > self.shape[1]:
             raise ValueError(f"{self.operation} with {self.asked}: a row has only {self.shape[1]} tokens")
 
@@ -64,16 +62,6 @@ class TokenCase(Case):
     def top(self) -> int:
         """Number of the largest log-probabilities that are returned."""
         return int(self.arguments.get("top_logprobs", self.arguments.get("k", 0)))
-
-    @property
-    def declaration(self) -> Operation:
-        """The operation that reads the logits once."""
-        return OPERATIONS["logsumexp"]
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes of the logits."""
-        return self.elements * ITEMSIZE[self.dtype]
 
     @property
     def write_bytes(self) -> int:
