@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,7 @@ from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.measure import run
 from onlinesoftmax.lab.bench.peers import Peer
 from onlinesoftmax.lab.bench.result import CaseResult, Result
-from onlinesoftmax.lab.bench.tables import Table, read_cases, table_of
+from onlinesoftmax.lab.bench.tables import Table, table_of
 
 CPU = torch.device("cpu")
 ON_CPU = ("--device", "cpu", "--repeat", "1")
@@ -41,40 +39,6 @@ needs_interpreter = pytest.mark.skipif(
     not importlib.util.find_spec("triton") or torch.cuda.is_available(),
     reason="runs the kernels on the CPU, in Triton's interpreter",
 )
-
-
-def recorded(path: Path, measures: str, absent: str, *arguments: str) -> tuple[str, Table]:
-    """The output of a run that writes a record, and the table of the record, which a report reads too.
-
-    Args:
-        path: The record.
-        measures: Kind of the measurement.
-        absent: Name of the library that is not installed; empty if all are.
-        arguments: Arguments of the command.
-    """
-    done = call(*arguments, "--dtype", "bfloat16", *ON_CPU, "-o", str(path))
-    assert done.exit_code == 0, done.output
-    content = json.loads(path.read_text())
-    assert content["measures"] == measures
-    assert content["absent"].keys() == {absent} - {""}
-    found = read_cases(content)
-    assert [each.as_dict() for each in found] == content["cases"]
-    pytest.importorskip("jsonschema", reason="a report checks its records")
-    from onlinesoftmax.lab.report.panels import series
-    from onlinesoftmax.lab.report.records import read
-
-    (record,), wrong, others = read([path])
-    assert (wrong, others) == ([], [])
-    assert all(panel["points"] for panel in series(record)["panels"])
-    return done.stdout, table_of(found, content)
-
-
-def refused(suite: str, *cases: tuple[tuple[str, ...], str]) -> None:
-    """Each of the cases, arguments beside those of a suite, is wrong, and the error has these words."""
-    for arguments, words in cases:
-        done = call("--suite", suite, "--quick", "--device", "cpu", *arguments)
-        assert done.exit_code == 2
-        assert words in done.output
 
 
 def name(case: Case) -> str:

@@ -1,8 +1,7 @@
-"""The suites of heads: exact samples, every way that runs on a CPU, wrong ways, records."""
+"""The suites of heads: exact samples, every way that runs on a CPU, wrong ways."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 import torch
-from bench_cases import CPU, recorded, refused
+from bench_cases import CPU
 
 from onlinesoftmax.lab.bench.heads import peers
 from onlinesoftmax.lab.bench.heads.cases import HeadCase
@@ -75,19 +74,3 @@ def test_a_wrong_gradient_has_no_time() -> None:
     result = found.results[1]
     assert (result.who, result.status, result.times) == ("wrong", "wrong", None)
     assert "gradient of weight: error" in str(result.reason)
-
-
-def test_a_suite_of_heads_writes_a_record(tmp_path: Path) -> None:
-    asked = ("--suite", "linear-cross-entropy", "--shape", "30x4x800", "--peers", "ours-bounded,ours-columns,torch,cce")
-    printed, table = recorded(tmp_path / "heads.json", "head time", "cce", *asked)
-    assert "30x4 -> 800" in printed
-    assert table.header[3:6] == ("who", "time us", "of products")
-
-
-def test_wrong_arguments_of_a_suite_of_heads() -> None:
-    refused(
-        "linear-cross-entropy",
-        (("--shape", "4x8"), "needs three sizes, tokens x hidden x classes"),
-        (("--op", "softmax"), "--op does not go with --suite linear-cross-entropy"),
-        (("--peers", "jax.nn"), "unknown peer 'jax.nn'; there are: ours-stored"),
-    )

@@ -1,9 +1,8 @@
-"""The suite of gates: every way that runs on a CPU is right, wrong ways have no time, records."""
+"""The suite of gates: every way that runs on a CPU is right, wrong ways have no time."""
 
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 import torch
-from bench_cases import CPU, recorded, refused
+from bench_cases import CPU
 
 import onlinesoftmax as osm
 from onlinesoftmax.lab.bench.kinds import run_kind
@@ -119,19 +118,3 @@ def test_the_ways_of_other_libraries(dtype: str, monkeypatch: pytest.MonkeyPatch
     assert refusals["transformer-engine"] == []
     words = "has no losses", "has only the softmax of the chosen logits", "takes powers of 2"
     assert [sum(reason.startswith(each) for reason in refusals["quack"]) for each in words] == [4, 2, 1]
-
-
-def test_the_suite_of_gates_writes_a_record(tmp_path: Path) -> None:
-    asked = ("--suite", "route", "--shape", "16x40", "--peers", "torch,transformer-engine")
-    printed, table = recorded(tmp_path / "gates.json", "gate time", "transformer-engine", *asked)
-    assert "16x40, top 8 of 4 groups with gradient" in printed
-    assert table.header[3:6] == ("who", "time us", "of read")
-
-
-def test_wrong_arguments_of_the_suite_of_gates() -> None:
-    refused(
-        "route",
-        (("--shape", "4x8x9"), "needs two sizes, tokens x experts"),
-        (("--shape", "4x7"), "7 experts are too few"),
-        (("--peers", "liger"), "unknown peer 'liger'; there are: torch, compile, quack, transformer"),
-    )

@@ -1,10 +1,9 @@
-"""The suites of tokens: exact thresholds, every way that runs on a CPU, wrong ways, records."""
+"""The suites of tokens: exact thresholds, every way that runs on a CPU, wrong ways."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 import torch
-from bench_cases import CPU, recorded, refused
+from bench_cases import CPU
 
 from onlinesoftmax.lab.bench.kinds import run_kind
 from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, DecodeCase, TokenCase
@@ -94,13 +93,6 @@ def test_a_step_of_decoding_samples_from_the_logits_of_the_decoder(device: str) 
     del others
 
 
-def test_the_suite_of_decoding_writes_a_record(tmp_path: Path) -> None:
-    asked = ("--suite", "decoding", "--quick", "--peers", "torch")
-    printed, table = recorded(tmp_path / "decoding.json", "decoding time", "", *asked)
-    assert "3 rows, 32 -> 1000, 1 layers, top-p 0.9" in printed
-    assert table.header[3:6] == ("who", "time ms", "tokens/s")
-
-
 def test_ours_has_to_be_exact() -> None:
     x, ours = make_logits(ALL, CPU), OursTokens("cpu")
     seed, found = ours.seeds(ALL), ours.prepare(ALL)(x)
@@ -116,20 +108,3 @@ def test_ours_has_to_be_exact() -> None:
     best = ours.prepare(k)(x)
     assert wrong(k, x, tuple(best), seed)[0] is None
     assert wrong(k, x, (best.values, best.indices.flip(1)))[0] == "the 20 largest are others"
-
-
-def test_a_suite_of_tokens_writes_a_record(tmp_path: Path) -> None:
-    asked = ("--suite", "topk", "--shape", "2x1100", "--peers", "torch,flashinfer")
-    printed, table = recorded(tmp_path / "tokens.json", "token time", "flashinfer", *asked)
-    assert "2x1100 zipf, k 1024" in printed
-    assert table.header[3:6] == ("who", "time us", "of read")
-
-
-def test_wrong_arguments_of_a_suite_of_tokens() -> None:
-    refused(
-        "topk",
-        (("--shape", "4x8x9"), "needs two sizes, rows x tokens"),
-        (("--shape", "4x1000"), "a row has only 1000 tokens"),
-        (("--op", "softmax"), "--op does not go with --suite topk"),
-        (("--peers", "liger"), "unknown peer 'liger'; there are: torch, compile, flashinfer"),
-    )

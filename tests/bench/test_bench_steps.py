@@ -1,8 +1,7 @@
-"""The suite of training steps: each way finds the loss of the decoder, and a record has its speed."""
+"""The suite of training steps: each way finds the loss of the decoder."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 
 import torch
-from bench_cases import CPU, recorded, refused
+from bench_cases import CPU
 
 from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING, StepCase
 from onlinesoftmax.lab.bench.heads.step_peers import CLIP, OursOnLogits, OursStep, TorchStep, clipped
@@ -52,22 +51,6 @@ def test_a_token_sees_no_later_one() -> None:
     assert changed[50]
     assert not changed[:50].any()
     assert sum(weight.numel() for weight in decoder.parameters()) == pytest.approx(case.parameters, rel=0.01)
-
-
-def test_the_suite_writes_a_record(tmp_path: Path) -> None:
-    asked = ("--suite", "training-step", "--quick", "--peers", "torch")
-    printed, table = recorded(tmp_path / "steps.json", "step time", "", *asked)
-    assert "64x32 -> 1000, 1 layers" in printed
-    assert table.header[3:6] == ("who", "time ms", "tokens/s")
-
-
-def test_wrong_arguments_of_the_suite() -> None:
-    refused(
-        "training-step",
-        (("--shape", "4x8"), "needs three sizes, tokens x hidden x classes"),
-        (("--shape", "3000x8x9"), "a multiple of 2048 tokens, or fewer, got 3000"),
-        (("--peers", "jax"), "unknown peer 'jax'; there are: ours-compile"),
-    )
 
 
 def test_one_token_in_eight_of_a_policy_is_clipped() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import inspect
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import kept
 from cuda_machine import COMPILER
 from onlinesoftmax.core import cache as disk_cache
 from onlinesoftmax.kernels import report
-from onlinesoftmax.kernels.cuda import compile
+from onlinesoftmax.kernels.cuda import compile, driver
+from onlinesoftmax.kernels.cuda import launch as launches
 
 Compiler = Callable[[str, str], str]
 """A function of a source and an architecture."""
@@ -100,3 +103,24 @@ def folder(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
     if COMPILER is None:
         pytest.skip("g++ is not installed")
     return kept.for_kernels(pytestconfig, tmp_path_factory)
+
+
+@pytest.fixture
+def launch_on_host(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], None]], None]:
+    """A function of run(address of the parameter, blocks), which then runs in place of each launch of the driver."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(launches, "loaded", lambda *_: 1)
+    monkeypatch.setattr(launches, "may_begin_early", lambda _: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+
+    def replace(run: Callable[[int, int], None]) -> None:
+        def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any) -> int:
+            parameter = ctypes.c_void_p.from_address(parameters).value
+            assert parameter is not None
+            run(parameter, driver.LaunchConfig.from_address(config).grid[0])
+            return 0
+
+        of_driver = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch))
+        monkeypatch.setattr(driver, "library", lambda: of_driver)
+
+    return replace

@@ -13,7 +13,6 @@ import torch
 
 from cuda_simulator import launch_multiply
 from onlinesoftmax.kernels.cuda import driver, multiply
-from onlinesoftmax.kernels.cuda import launch as launches
 
 
 class Driver:
@@ -79,23 +78,15 @@ def test_addresses_reach_the_driver_whole(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16", "float32"), ("float32", "float16", "float32")], ids=str)
 @pytest.mark.parametrize("count", [5, 70001])
 def test_a_prepared_product_passes_what_the_kernel_reads(
-    dtypes: tuple[str, str, str], count: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    dtypes: tuple[str, str, str], count: int, folder: Path, launch_on_host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The launch for a GPU, with a driver that runs the kernel on the host; its second call passes other tensors."""
 
-    def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any) -> int:
-        blocks = driver.LaunchConfig.from_address(config).grid[0]
+    def run(parameter: int, blocks: int) -> None:
         assert blocks == (1 if count == 5 else 2)
-        parameter = ctypes.c_void_p.from_address(parameters).value
-        assert parameter is not None
         launch_multiply(dtypes, parameter, blocks, folder)
-        return 0
 
-    of_driver = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch))
-    monkeypatch.setattr(driver, "library", lambda: of_driver)
-    monkeypatch.setattr(launches, "loaded", lambda *_: 1)
-    monkeypatch.setattr(launches, "may_begin_early", lambda _: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    launch_on_host(run)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=2))
     dtype, result, wide = (getattr(torch, name) for name in dtypes)
     product = None

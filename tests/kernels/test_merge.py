@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from contract import DEVICE
 from cuda_simulator import launch_sharded, simulate_sharded
 from kernels.test_reduction import as_array
 from onlinesoftmax.kernels import registry
-from onlinesoftmax.kernels.cuda import driver
-from onlinesoftmax.kernels.cuda import launch as launches
 from onlinesoftmax.kernels.cuda import merge as cuda
 from onlinesoftmax.kernels.sharded import ShardedRows
 from onlinesoftmax.torch.prepare import INTEGERS
@@ -215,22 +211,16 @@ def test_incoming(one: ShardedRows, run: Run) -> None:
         close("to_flat", outputs["to_flat"], flat.to(wide).double(), one)
 
 
-def test_a_launch_passes_what_the_kernel_reads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_passes_what_the_kernel_reads(folder: Path, launch_on_host: Any) -> None:
     """The launch for a GPU, with a driver that runs the kernel on the host; its second call passes other tensors."""
     one = cells()[0].values[0]._replace(rows=300, processes=2)
     assert isinstance(one, ShardedRows)
 
-    def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any) -> int:
-        assert driver.LaunchConfig.from_address(config).grid[0] == 3
-        parameter = ctypes.c_void_p.from_address(parameters).value
-        assert parameter is not None
+    def run(parameter: int, blocks: int) -> None:
+        assert blocks == 3
         launch_sharded("merge", one, parameter, folder)
-        return 0
 
-    of_driver = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch))
-    monkeypatch.setattr(driver, "library", lambda: of_driver)
-    monkeypatch.setattr(launches, "loaded", lambda *_: 1)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+    launch_on_host(run)
     bound, given = cuda.bind("merge", one), rows_of(one)
     for _ in range(2):
         wide = getattr(torch, one.accumulator)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +15,6 @@ from numpy.typing import NDArray
 from contract import DEVICE
 from cuda_simulator import launch_reduction, simulate_reduction
 from onlinesoftmax.kernels import registry
-from onlinesoftmax.kernels.cuda import driver
 from onlinesoftmax.kernels.cuda import launch as launches
 from onlinesoftmax.kernels.cuda import reduction as cuda
 from onlinesoftmax.kernels.cuda.compile import usage
@@ -158,7 +155,9 @@ def test_values(one: Reduction, run: Run) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_passes_what_the_kernel_reads(
+    form: Form, folder: Path, launch_on_host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The launch for a GPU, with a driver that runs the kernel on the host."""
     made: dict[Any, torch.Tensor] = {}
     for rows in (33, 40000):
@@ -167,23 +166,12 @@ def test_a_launch_passes_what_the_kernel_reads(form: Form, folder: Path, monkeyp
             "float16" if form.weighted else None, CLASSES, IGNORED, form.keeps,
         )  # fmt: skip
 
-        def launch(config: Any, _kernel: Any, parameters: Any, _extra: Any, one: Reduction = one) -> int:
-            blocks = driver.LaunchConfig.from_address(config).grid[0]
-            parameter = ctypes.c_void_p.from_address(parameters).value
-            assert parameter is not None
-            launch_reduction(one, parameter, blocks, folder)
-            return 0
-
-        of_driver = SimpleNamespace(cuLaunchKernelEx=ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(launch))
-        monkeypatch.setattr(driver, "library", lambda of_driver=of_driver: of_driver)
-        monkeypatch.setattr(launches, "loaded", lambda *_: 1)
+        launch_on_host(lambda parameter, blocks, one=one: launch_reduction(one, parameter, blocks, folder))
         # The words of a stream, filled when they are made.
         monkeypatch.setattr(
             launches, "words_of_stream",
             lambda use, count, value, *_: made.setdefault(use, torch.full((count,), value, dtype=torch.int64)),
         )  # fmt: skip
-        monkeypatch.setattr(launches, "may_begin_early", lambda _: True)
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
         run = cuda.bind(one)
         # The second launch takes the arguments of the first, with other tensors.
         for seed in (0, 1):

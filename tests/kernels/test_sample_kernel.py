@@ -13,6 +13,7 @@ import torch
 
 import onlinesoftmax as osm
 from cuda_simulator import simulate_own
+from hard_logits import assert_same_samples
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, unfiltered_launch
@@ -51,11 +52,7 @@ def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> 
 
 def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None:
     got = simulated(x, cluster, folder, top, **given)
-    want = osm.sample(x, top_logprobs=top, **given)._asdict()
-    for name in ("token", "kept", "valid", *(("top_tokens",) if top else ())):
-        assert torch.equal(got[name], want[name]), name
-    for name in ("logprob", "lse", *(("top_logprobs",) if top else ())):
-        assert torch.allclose(got[name], want[name], rtol=1e-6, atol=1e-6, equal_nan=True), name
+    assert_same_samples(got, osm.sample(x, top_logprobs=top, **given)._asdict())
 
 
 @pytest.mark.parametrize(
@@ -220,10 +217,7 @@ def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int, filters: dict[s
         seed, temperature = torch.arange(rows), torch.linspace(0.2, 2.0, rows)
         want = osm.sample(x, seed=seed, temperature=temperature, top_logprobs=5, **filters)
         got = osm.sample(x.cuda(), seed=seed.cuda(), temperature=temperature.cuda(), top_logprobs=5, **filters)
-        for name in ("token", "kept", "valid", "top_tokens"):
-            assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
-        for name in ("logprob", "lse", "top_logprobs"):
-            assert torch.allclose(getattr(got, name).cpu(), getattr(want, name), rtol=1e-6, atol=1e-6), name
+        assert_same_samples(got._asdict(), want._asdict())
 
 
 @pytest.mark.gpu

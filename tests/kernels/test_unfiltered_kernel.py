@@ -11,6 +11,7 @@ import torch
 
 import onlinesoftmax as osm
 from cuda_simulator import simulate_own
+from hard_logits import assert_same_samples
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.kernels import source, unfiltered, unfiltered_launch, which_kernel
@@ -44,11 +45,7 @@ def check(x: Tensor, cluster: int, folder: Path, raw: bool = False, temperature:
         "offset": torch.arange(rows) * 2**33,
     }
     got = simulated(x, cluster, folder, raw, **given)
-    want = osm.sample(x, **given, logprobs="raw" if raw else "processed")._asdict()
-    for name in ("token", "kept", "valid"):
-        assert torch.equal(got[name], want[name]), name
-    for name in ("logprob", "lse"):
-        assert torch.allclose(got[name], want[name], rtol=1e-6, atol=1e-6, equal_nan=True), name
+    assert_same_samples(got, osm.sample(x, **given, logprobs="raw" if raw else "processed")._asdict())
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -141,10 +138,7 @@ def test_a_gpu_samples_the_tokens_of_a_cpu(rows: int, cols: int) -> None:
         for logprobs in ("processed", "raw"):
             want = osm.sample(x, seed=seed, temperature=temperature, logprobs=logprobs)
             got = osm.sample(x.cuda(), seed=seed.cuda(), temperature=temperature.cuda(), logprobs=logprobs)
-            for name in ("token", "kept", "valid"):
-                assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
-            for name in ("logprob", "lse"):
-                assert torch.allclose(getattr(got, name).cpu(), getattr(want, name), rtol=1e-6, atol=1e-6), name
+            assert_same_samples(got._asdict(), want._asdict())
 
 
 @pytest.mark.gpu
