@@ -160,7 +160,7 @@ def sample(folder: Path) -> None:
         "valid": np.zeros(rows, np.uint8), "top_tokens": np.zeros(rows * top, np.int64),
         "top_logprobs": np.zeros(rows * top, np.float32),
     }  # fmt: skip
-    numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top)
+    numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top, *sampling.ABSENT)
     shape = sampling.Shape("float32", 2, 512, 2, True, 1)
     cuda_simulator.simulate_own(sampling.KERNEL, shape, arrays, numbers, rows, folder, divisor=4)
     assert arrays["top_tokens"].tolist() == [cols - 1, cols - 2, cols - 3] * rows

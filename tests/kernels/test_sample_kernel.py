@@ -16,7 +16,7 @@ from cuda_simulator import simulate_own
 from hard_logits import assert_same_samples
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.kernels import source, unfiltered_launch
+from onlinesoftmax.sampling.kernels import cuda, source, unfiltered_launch
 from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
@@ -34,20 +34,26 @@ def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> 
     # Shared memory holds the slices of several blocks.
     tiles = -(-source.slice_of(cols, cluster) // (512 * source.TOKENS)) if aligned and cluster > 1 else 0
     shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, 512, 2, aligned, tiles)
-    dtypes = dict.fromkeys(("seed", "offset", "top_k", "token", "kept", "top_tokens"), torch.int64)
-    dtypes |= {"top_p": torch.float64, "min_p": torch.float64}
-    tensors = {
-        name: value if isinstance(value, Tensor) else torch.full((rows,), value, dtype=dtypes.get(name, torch.float32))
-        for name, value in {"temperature": 1.0, "offset": 0, **given}.items() if name not in ("ties", "logprobs")
-    }  # fmt: skip
+    dtypes = dict.fromkeys(("token", "kept", "top_tokens"), torch.int64)
+    operands = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "offset": 0}
+    operands |= {name: value for name, value in given.items() if name in operands}
+    tensors = {name: value for name, value in operands.items() if isinstance(value, Tensor)}
     shapes = {name: (rows, top) if name.startswith("top_") else (rows,) for name in osm.sampling.Sampled._fields}
     out = {name: torch.empty(size, dtype=dtypes.get(name, torch.float32)) for name, size in shapes.items()}
     out["valid"] = torch.empty(rows, dtype=torch.bool)
     flags = given.get("ties") == "first", given.get("logprobs") == "raw"
-    numbers = x.stride(0), cols, source.slice_of(cols, cluster), *flags, top
+    narrow = sum(flag for name, flag in source.NARROW.items() if name in tensors and tensors[name].dtype.itemsize == 4)
+    others = narrow, *(0 if name in tensors else _number(name, operands[name]) for name in operands)
+    numbers = x.stride(0), cols, source.slice_of(cols, cluster), *flags, top, *others
     memory = {name: t for name, t in {"x": x, **tensors, **out}.items() if name in source.POINTERS}
     simulate_own(source.KERNEL, shape, memory, numbers, rows, folder)
     return out
+
+
+def _number(name: str, value: Any) -> int:
+    """A parameter that is the same for all rows, as the kernel gets it."""
+    forms: dict[str, Any] = {"temperature": "<f", "top_p": "<d", "min_p": "<d"}
+    return source.bits_of(value, forms[name]) if name in forms else int(value)
 
 
 def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None:
@@ -67,6 +73,8 @@ def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict
         "offset": torch.arange(4) * 2**33,
     }
     check(x, cluster, folder, 7, **rows, **filters)
+    narrow = {name: torch.full((4,), value).to(cuda.NARROW_DTYPES[name != "top_k"]) for name, value in filters.items()}
+    check(x, cluster, folder, 7, seed=5, offset=2**40, temperature=0.7, **narrow)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

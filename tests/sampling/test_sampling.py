@@ -354,23 +354,3 @@ def test_sampling_is_traced_whole() -> None:
     got, want = step(z, seeds), osm.sample(z, top_p=0.9, seed=seeds)
     assert torch.equal(got[0], want.token)
     assert torch.equal(got[1], want.logprob)
-
-
-@pytest.mark.gpu
-def test_a_gpu_samples_the_tokens_of_a_cpu_in_a_graph_too() -> None:
-    z = torch.randn(16, 5000, generator=torch.Generator().manual_seed(9)) * 3
-    given: dict[str, Any] = {
-        "top_k": 40,
-        "top_p": 0.9,
-        "seed": torch.arange(16),
-        "temperature": torch.linspace(0, 2, 16),
-    }
-    want, on_gpu = osm.sample(z, **given), {k: v.cuda() if isinstance(v, Tensor) else v for k, v in given.items()}
-    logits = z.cuda()
-    assert torch.equal(osm.sample(logits, **on_gpu).token.cpu(), want.token)
-    graph, found = torch.cuda.CUDAGraph(), None
-    with torch.cuda.graph(graph):
-        found = osm.sample(logits, **on_gpu)
-    logits.copy_(z.flip(0))
-    graph.replay()
-    assert torch.equal(found.token.cpu(), osm.sample(z.flip(0), **given).token)

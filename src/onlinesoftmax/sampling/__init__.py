@@ -98,14 +98,14 @@ def sample(
         }  # fmt: skip
         return _of_dtensor(logits, dim, {"softcap": softcap, "bias": bias, "mask": mask}, given)
     plain = (
-        top_k is None and top_p is None and min_p is None and generator is None and bias is None and mask is None
-        and softcap is None and return_support is None and type(top_logprobs) is int and not top_logprobs
-        and type(dim) is int
+        generator is None and bias is None and mask is None and softcap is None and return_support is None
+        and type(top_logprobs) is int and type(dim) is int
     )  # fmt: skip
+    filters, others = (top_k, top_p, min_p), (ties, logprobs, top_logprobs, dim)
     if plain and _PREPARED:
-        _, call = _PREPARED[0].look_up_call(logits, temperature, seed, offset, (ties, logprobs, dim))
+        _, call = _PREPARED[0].look_up_call(logits, temperature, seed, offset, filters, others)
         if call is not None:
-            ready: Sampled = call(logits, temperature, seed, offset)
+            ready: Sampled = call(logits, temperature, seed, offset, filters)
             return ready
     arguments, run = _modules("sample", logits)
     x = arguments.checked_logits("sample", logits, dim, 1.0, softcap, bias, mask)
@@ -117,8 +117,7 @@ def sample(
     if plain and not isinstance(logits, np.ndarray):
         from . import prepared
 
-        others = ties, logprobs, dim
-        if prepared.prepare(logits, (temperature, seed, offset), others, raw) and not _PREPARED:
+        if prepared.prepare(x, (temperature, seed, offset), filters, given, others, raw) and not _PREPARED:
             _PREPARED.append(prepared)
     return found
 

@@ -121,4 +121,9 @@ def checked_seeds(logits: Logits, seed: Any, offset: Any, generator: Any) -> tup
     offsets = checked_of_rows(logits, "offset", offset, "int64", 0, LARGEST_INT64)
     if seed is not None:
         return checked_of_rows(logits, "seed", seed, "int64", 0, LARGEST_INT64), offsets
-    return torch.randint(LARGEST_INT64, (math.prod(logits.rows),), device=x.device, generator=generator), offsets
+    return drawn_seeds(math.prod(logits.rows), x.device, generator), offsets
+
+
+def drawn_seeds(count: int, device: torch.device, generator: torch.Generator | None) -> Tensor:
+    """A random seed for each row, by default from the generator of the device."""
+    return torch.randint(LARGEST_INT64, (count,), device=device, generator=generator)

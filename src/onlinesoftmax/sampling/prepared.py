@@ -1,6 +1,6 @@
-"""Prepared calls of `sample` without filters, and of `topk_logprobs`: a repeated call on a GPU checks only its key.
+"""Prepared calls of `sample` and of `topk_logprobs`: a repeated call on a GPU checks only its key.
 
-The numbers of a call are no part of the key: a text has another offset at each of its tokens.
+A temperature, a seed or an offset that is a number is no part of the key: a text has another offset at each token.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 from ..core.options import LARGEST_FLOAT32
 from ..kernels import registry
 from ..torch.fast_path import PREPARED_CALLS, keep, look_up
-from .arguments import LARGEST_INT64, Logits, in_rows
+from .arguments import LARGEST_INT64, Logits, drawn_seeds, in_rows
 from .results import TopLogprobs
+from .rules import Parameters
 from .topk import How, Listed
 
 __all__ = ["look_up", "look_up_call", "prepare", "prepare_topk"]
@@ -23,12 +24,13 @@ Tensor = torch.Tensor
 
 
 def look_up_call(
-    x: Any, temperature: Any, seed: Any, offset: Any, arguments: tuple[Any, ...]
+    x: Any, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], arguments: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], Any]:
     """(key, prepared call), as `look_up`: the key is () if the call is not to be prepared.
 
     Args:
         x, temperature, seed, offset: Arguments of `sample`.
+        filters: Its arguments top_k, top_p and min_p.  Their numbers are part of the key, so they have been checked.
         arguments: Its other arguments.
     """
     tensors: list[Any] = [None, None, None]
@@ -41,40 +43,78 @@ def look_up_call(
         kind = type(value)
         if kind is Tensor:
             tensors[i] = value
-        elif not (kind is int and 0 <= value <= LARGEST_INT64):
+        elif not (kind is int and 0 <= value <= LARGEST_INT64) and (value is not None or i == 2):
             return (), None
-    return look_up(("sample", arguments), x, *tensors)
+    top_k, top_p, min_p = filters
+    if top_k is None and top_p is None and min_p is None:
+        return look_up(("sample", arguments, seed is None), x, *tensors)
+    numbers: list[Any] = []
+    for value in filters:
+        kind = type(value)
+        if kind is Tensor:
+            tensors.append(value)
+        elif value is None or kind is int or kind is float:
+            # A top_k of 50.0 is an error, and equal to 50.
+            numbers.append((kind, value))
+            tensors.append(None)
+        else:
+            return (), None
+    return look_up(("sample", arguments, seed is None, *numbers), x, *tensors)
 
 
-def prepare(x: Any, operands: tuple[Any, ...], arguments: tuple[Any, ...], raw: bool) -> bool:
+def prepare(
+    logits: Logits, operands: tuple[Any, ...], filters: tuple[Any, Any, Any], parameters: Parameters,
+    arguments: tuple[Any, ...], raw: bool,
+) -> bool:  # fmt: skip
     """Prepare the calls that are like one that has passed all checks; returns False if that is not possible.
 
     Args:
-        x: The logits of that call.
+        logits: The logits of that call.
         operands: Its temperature, seed and offset.
-        arguments: Its other arguments, of which the last is the dimension of the tokens.
+        filters: Its arguments top_k, top_p and min_p.
+        parameters: Temperature and filters as tensors.
+        arguments: Its other arguments: ties, logprobs, top_logprobs and dim.
         raw: As for `sample` in run.py.
     """
-    temperature, seed, offset = operands
-    key, _ = look_up_call(x, temperature, seed, offset, arguments)
+    x, (temperature, seed, offset) = logits.x, operands
+    key, _ = look_up_call(x, temperature, seed, offset, filters, arguments)
     if not key or not x.is_cuda or registry.unavailable("cuda") is not None:
         return False
-    dim = arguments[-1]
-    rows = in_rows(x, dim)
-    shape = tuple(n for i, n in enumerate(x.shape) if i != dim % x.dim())
-    for operand, dtype in zip(operands, (torch.float32, torch.int64, torch.int64), strict=True):
-        if isinstance(operand, Tensor) and not (
-            operand.dtype == dtype and operand.shape == shape and operand.device == x.device and operand.is_contiguous()
-        ):
-            return False
+    rows = in_rows(x, logits.dim)
+    tensors = [t for t in (*operands, *filters) if isinstance(t, Tensor)]
+    if not all(t.shape == logits.rows and t.device == x.device and t.is_contiguous() for t in tensors):
+        return False
     if rows.data_ptr() != x.data_ptr():
         return False
-    from .kernels import unfiltered_launch
+    from .kernels import cuda
 
-    run = unfiltered_launch.bind(rows, shape, raw)
-    if run is not None:
-        keep(PREPARED_CALLS, key, run)
-    return run is not None
+    run = cuda.bind(rows, logits.rows, parameters, raw, arguments[2])
+    if run is None:
+        return False
+    ready = [t.dtype for t in tensors] == [t.dtype for t in _converted(*operands, *filters) if isinstance(t, Tensor)]
+    run = run if ready else partial(_run_converted, run)
+    keep(PREPARED_CALLS, key, run if seed is not None else partial(_run_with_drawn_seeds, run, len(rows)))
+    return True
+
+
+def _run_with_drawn_seeds(run: Any, count: int, x: Tensor, temperature: Any, _: None, offset: Any, filters: Any) -> Any:
+    return run(x, temperature, drawn_seeds(count, x.device, None), offset, filters)
+
+
+def _run_converted(run: Any, x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any]) -> Any:
+    made = _converted(temperature, seed, offset, *filters)
+    return run(x, *made[:3], tuple(made[3:]))
+
+
+def _converted(*operands: Any) -> list[Any]:
+    """Temperature, seed, offset, top_k, top_p and min_p, of which tensors get dtypes that the kernel reads."""
+    return [
+        t.to(dtypes[0]) if isinstance(t, Tensor) and t.dtype not in dtypes else t
+        for t, dtypes in zip(operands, _DTYPES, strict=True)
+    ]
+
+
+_DTYPES = [(torch.float32,), *[(torch.int64,)] * 2, (torch.int64, torch.int32), *[(torch.float64, torch.float32)] * 2]
 
 
 def prepare_topk(logits: Logits, k: int, target: Tensor | None, dim: int) -> bool:

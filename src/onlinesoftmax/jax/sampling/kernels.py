@@ -32,6 +32,7 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
     if reason := refusal(dtype, rows, True, device):
         return reason
     filters = bool({"top_k", "top_p", "min_p"} & operands.keys())
+    numbers: tuple[int, ...]
     if is_unfiltered(filters, listed):
         of_all = unfiltered.shape_of(rows, cols, dtype, aligned, raw, device)
         numbers, file = (*_sizes(cols, of_all.cluster), 0, 0, 0), "unfiltered.cuh"
@@ -40,7 +41,7 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
         found = source.shape_of(rows, cols, dtype, aligned, device)
         if found is None or listed > source.MOST_TOP:
             return f"a kernel lists at most {source.MOST_TOP} tokens, and needs more shared memory for them"
-        numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), listed), "sample.cuh"
+        numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), listed, *source.ABSENT), "sample.cuh"
         launch = source.KERNEL.launch(found, numbers, rows, found.dynamic_bytes)
     results = _types((rows,), token="int64", logprob="float32", lse="float32", kept="int64", valid="bool")
     if listed:

@@ -14,7 +14,7 @@ struct Board {
     unsigned trough;         // the inverted word of the least score above -inf of the first tile
     unsigned counts[2];      // keys in other lists
     unsigned limits[2];      // the word of the largest score in a window, and the inverted one of the least
-    unsigned of_warps[2][WARPS];
+    unsigned of_warps[WARPS];
 };
 
 // A number that those of at least n lanes reach: lanes with equal numbers count once.

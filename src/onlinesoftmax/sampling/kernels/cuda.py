@@ -1,8 +1,11 @@
-"""The launch of sample.cuh: a token of each row from one read of the logits."""
+"""The launch of the kernels that sample: a token of each row from its logits."""
 
 from __future__ import annotations
 
-from functools import cache
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -10,14 +13,19 @@ from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool
 from ...torch.device import from_torch
-from ...torch.small_kernels import on_device
+from ...torch.fast_path import MOST_ENTRIES
+from ...torch.prepare import allocator
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered_launch
-from .source import KERNEL, MOST_TOP, NUMBERS, POINTERS, Shape, shape_of, slice_of
+from .source import ABSENT, KERNEL, MOST_TOP, NARROW, NUMBERS, POINTERS, Shape, bits_of, shape_of, slice_of
+from .unfiltered_launch import Run
 from .which_kernel import is_unfiltered, refusal
 
 Tensor = torch.Tensor
+
+NARROW_DTYPES = torch.int32, torch.float32
+"""Dtypes of filters that the kernel reads as well as int64 and float64."""
 
 
 def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled | None:
@@ -27,46 +35,92 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
         scores: Logits that are the scores: no score option is given.
         parameters, seed, offset, raw, top: As for `sample` in run.py.
     """
+    run = bind(scores, (len(scores),), parameters, raw, top)
+    return None if run is None else run(scores, parameters.temperature, seed, offset, parameters[1:4])
+
+
+def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int) -> Run | None:
+    """The function run(x, temperature, seed, offset, filters) that samples a token of each row; None if no kernel does.
+
+    x has its rows where `scores` has them.  The others are numbers, or contiguous tensors with one a row, in the dtypes
+    of `Parameters`, or the filters in NARROW_DTYPES: these are top_k, top_p and min_p, None for one that is absent.
+
+    Args:
+        scores: Logits (rows, tokens) on a GPU that are the scores: no score option is given.
+        rows: Shape of the results.
+        parameters: Those of a call; only which filters it has, and its ties, count.
+        raw, top: As for `sample` in run.py.
+    """
     if is_unfiltered(parameters.filters, top):
-        run = unfiltered_launch.bind(scores, (len(scores),), raw)
-        return None if run is None else run(scores, parameters.temperature, seed, offset)
-    rows, cols = scores.shape
-    index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
-    device = from_torch("cuda", index)
-    if refusal(dtype, rows, scores.stride(1) == 1, device) or top > MOST_TOP:
+        return unfiltered_launch.bind(scores, rows, raw)
+    (count, cols), dtype = scores.shape, str(scores.dtype).removeprefix("torch.")
+    device = from_torch("cuda", scores.get_device())
+    if refusal(dtype, count, scores.stride(1) == 1, device) or top > MOST_TOP:
         return None
-    shape = shape_of(rows, cols, dtype, unfiltered_launch.is_aligned(scores), device)
+    shape = shape_of(count, cols, dtype, unfiltered_launch.is_aligned(scores), device)
     if shape is None:
         return None
-    plan = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row"
-    note_plan(Kind.of("sample", scores), plan, "filters are given, or tokens are listed")
-
-    def new(*more: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(rows, *more, dtype=dtype, device=scores.device)
-
-    whole, real = torch.int64, torch.float32
-    out = {
-        "token": new(dtype=whole), "logprob": new(dtype=real), "lse": new(dtype=real), "kept": new(dtype=whole),
-        "valid": new(dtype=torch.bool), "top_tokens": new(top, dtype=whole), "top_logprobs": new(top, dtype=real),
-    }  # fmt: skip
-    given = {"x": scores, "seed": seed, "offset": offset, **parameters.tensors(), **out}
-    pool = _pool(shape, index)
-    call = pool.take(index)
-    for i, name in enumerate(POINTERS):
-        call.fields[i] = t.data_ptr() if (t := given.get(name)) is not None else 0
     numbers = scores.stride(0), cols, slice_of(cols, shape.cluster), parameters.first, raw, top
-    for i, number in enumerate(numbers, len(POINTERS)):
-        call.fields[i] = number
-    call.config.grid[0] = rows * shape.cluster
-    call.config.stream = torch._C._cuda_getCurrentRawStream(index)
-    # The default stream is that of the current device.
-    on_device(driver.launch, scores.device)(call, index, "launching sample_kernel")
-    pool.give_back(call)
-    tops = (out["top_tokens"], out["top_logprobs"]) if top else (None, None)
-    return Sampled(out["token"], out["logprob"], out["lse"], out["kept"], out["valid"], *tops)
+    return _bound(shape, rows, count, numbers, scores.get_device())
 
 
-@cache
-def _pool(shape: Shape, _: int) -> driver.ArgumentPool:
-    """The arguments of launches on the device of a number; each of them fills in its blocks and its numbers."""
-    return argument_pool(KERNEL.launch(shape, (0,) * len(NUMBERS), 1, shape.dynamic_bytes))
+@lru_cache(MOST_ENTRIES)
+def _bound(shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, ...], index: int) -> Run:
+    """`bind` of rows with these numbers, the first of NUMBERS."""
+    plan, top = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row", numbers[-1]
+    kind = Kind("sample", (count, numbers[1]), shape.dtype, f"cuda:{index}")
+    note_plan(kind, plan, "filters are given, or tokens are listed")
+    listed = (*rows, top)
+    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
+    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    pool = argument_pool(KERNEL.launch(shape, (*numbers, *ABSENT), count, shape.dynamic_bytes))
+    new = allocator(torch.device("cuda", index))
+    take, give_back, whole, real = pool.take, pool.give_back, torch.int64, torch.float32
+
+    def run(x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any]) -> Sampled:
+        if current_device() != index:
+            # The default stream is that of the current device.
+            with torch.cuda.device(index):
+                return run(x, temperature, seed, offset, filters)
+        token, kept, valid = new(rows, steps, whole), new(rows, steps, whole), new(rows, steps, torch.bool)
+        logprob, lse = new(rows, steps, real), new(rows, steps, real)
+        tops = (new(listed, list_steps, whole), new(listed, list_steps, real)) if top else (None, None)
+        call = take(index)
+        fields = call.fields
+        fields[0] = x.data_ptr()
+        narrow = 0
+        operands = temperature, *filters, seed, offset
+        for value, (at, number, number_of, flag) in zip(operands, _OPERANDS, strict=True):
+            if isinstance(value, Tensor):
+                fields[at] = value.data_ptr()
+                narrow |= flag if flag and value.dtype in NARROW_DTYPES else 0
+            else:
+                fields[at], fields[number] = 0, number_of(value)
+        fields[_NARROW] = narrow
+        for i, t in enumerate((token, logprob, lse, kept, valid, *tops), _FIRST_RESULT):
+            fields[i] = 0 if t is None else t.data_ptr()
+        call.config.stream = stream_of(index)
+        driver.launch(call, index, "launching sample_kernel")
+        give_back(call)
+        return Sampled(token, logprob, lse, kept, valid, *tops)
+
+    return run
+
+
+_FIRST_RESULT, _NARROW = POINTERS.index("token"), len(POINTERS) + NUMBERS.index("narrow")
+
+_NUMBER_OF: dict[str, Callable[[Any], int]] = {
+    "temperature": lambda t: bits_of(t, "<f"),
+    "top_k": lambda k: k or 0,
+    "top_p": lambda p: bits_of(1.0 if p is None else p, "<d"),
+    "min_p": lambda p: bits_of(p or 0.0, "<d"),
+    "seed": int,
+    "offset": int,
+}
+"""What the kernel gets of an operand that is a number, or None for a filter that is not given."""
+
+_OPERANDS = [
+    (POINTERS.index(name), _NARROW + 1 + i, number_of, NARROW.get(name, 0))
+    for i, (name, number_of) in enumerate(_NUMBER_OF.items())
+]
+"""Where the kernel has an operand as a tensor and as a number, how it gets the number, and its flag in `narrow`."""

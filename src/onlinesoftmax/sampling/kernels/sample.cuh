@@ -15,47 +15,6 @@
 //
 // A pass is a function of its own, so that its loop does not spill what the rest of the kernel holds in registers.
 
-struct Sampling {
-    const X* x;
-    const float* temperature; const int64* top_k; const double* top_p; const double* min_p;   // null without the filter
-    const int64* seed; const int64* offset;
-    int64* token; float* logprob; float* lse; int64* kept; unsigned char* valid;
-    int64* top_tokens; float* top_logprobs;
-    int64 stride, cols, slice;
-    int64 first;   // 1 to keep the lowest ids of the tokens that are equal at a threshold
-    int64 raw;     // 1 for log-probabilities of all tokens at the temperature 1
-    int64 top;     // number of the largest log-probabilities
-};
-
-// Reads the parameters of a row.
-__device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
-    const float temperature = p.temperature[at];
-    const double top_p = p.top_p ? p.top_p[at] : 1, min_p = p.min_p ? p.min_p[at] : 0;
-    const int64 k = p.top_k ? p.top_k[at] : 0;
-    row.seed = p.seed[at], row.offset = p.offset[at], row.first = p.first;
-    row.valid = temperature >= 0 && temperature < INF && top_p == top_p && min_p == min_p;
-    row.greedy = temperature == 0;
-    row.k = k > 0 && k < p.cols ? k : 0, row.top_p = row.greedy ? 1 : top_p;
-    row.divisor = row.greedy || !row.valid ? 1 : double(temperature);
-    row.by_mass = !row.greedy && !row.k;
-    const int64 wanted = max(p.top, row.greedy ? int64(1) : row.k);
-    row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
-}
-
-// What takes long is computed by other warps meanwhile: the numbers that depend on a division.
-__device__ inline void prepare_rate(const Sampling& p, int64 at, Row& row) {
-    const float temperature = p.temperature[at];
-    const double divisor = temperature > 0 && temperature < INF ? temperature : 1, top_p = p.top_p ? p.top_p[at] : 1;
-    row.rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
-    // Behind this distance, 2^32 tokens have less than 1 - top_p of the mass together.
-    row.span = float(divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - top_p), 1e-9f)));
-}
-// And the least score, minus the largest, that min_p keeps of a row.
-__device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
-    const double divisor = p.temperature[at], min_p = p.min_p ? p.min_p[at] : 0;
-    row.least = divisor == 0 || !p.min_p ? -INF : divisor * natural_log(fmin(fmax(min_p, 0.0), 1.0));
-}
-
 // The result of the first pass: whether the lists are complete; the keys in the lists of all blocks, and of those before this
 // one, of candidates and of rivals; how many candidates block 0 lacks; the largest score of the first tiles.
 struct Seen { bool fits; uint64 count, offset, rivals, rivals_offset; unsigned late; float peak; };
@@ -80,9 +39,9 @@ __device__ __noinline__ Reading read_slice(
         __syncwarp();   // the threads that have listed tokens go on with the others
         tiles.take(slice, tile);
         const int turn = tile / TILE;
-        if (LISTS && wanted && turn && !(turn & (turn - 1))) {
-            // After 1, 2, 4 and so on tiles.  So many threads have seen this score, or more; two buffers take turns.
-            own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps[~__popc(turn - 1) & 1]));
+        if (LISTS && wanted && turn > 1 && !(turn & (turn - 1)) && __ffs(turn) % 2) {
+            // After 4, 16, 64 and so on tiles.  So many threads have seen this score, or more.
+            own_threshold = finite_score(reached(word_of(reading.peak), wanted, board->of_warps));
         }
         const float threshold = LISTS ? fmax(board->threshold, own_threshold) : INF;
         const float largest = tiles.largest();
@@ -175,7 +134,7 @@ __device__ inline void first_pass(
     if (peak != peak) peak = -INF, bad = true;
     raise(&board->peak, word_of(peak));
     if (counts) raise(&board->trough, ~word_of(trough));
-    const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, board->of_warps[0]) : 0;
+    const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, board->of_warps) : 0;
     __syncthreads();
     float of_block = score_of_word(board->peak), masses = 0;
     if (counts) {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import struct
+from typing import Literal, NamedTuple
 
 from ...core.device import Device
 from ...core.options import LARGEST_FLOAT32
@@ -17,7 +18,8 @@ from ..philox import ROUNDS
 _SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
 _OWN = (
-    "scores", "noise", "exchange", "tiles", "lists", "candidates", "choose", "spread", "by_mass", "search", "sample",
+    "scores", "noise", "exchange", "tiles", "lists", "candidates", "choose", "parameters", "spread", "by_mass",
+    "search", "sample",
 )  # fmt: skip
 
 FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
@@ -47,7 +49,23 @@ POINTERS = (
 )  # fmt: skip
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
-NUMBERS = ("stride", "cols", "slice", "first", "raw", "top")
+NUMBERS = (
+    "stride", "cols", "slice", "first", "raw", "top", "narrow", "temperature_bits", "top_k_number", "top_p_bits",
+    "min_p_bits", "seed_number", "offset_number",
+)  # fmt: skip
+"""A number from `temperature_bits` on counts where the tensor of its name is absent; `narrow` has flags of NARROW."""
+
+NARROW = {"top_k": 1, "top_p": 2, "min_p": 4}
+"""Flags of filters that are int32 and float32, in the place of int64 and float64."""
+
+
+def bits_of(x: float, form: Literal["<f", "<d"]) -> int:
+    """The bits of a number in float32 or float64."""
+    return int.from_bytes(struct.pack(form, x), "little")
+
+
+ABSENT = (0, 0, 0, bits_of(1.0, "<d"), 0, 0, 0)
+"""The numbers from `narrow` on where all operands are tensors, but for filters, which then keep all tokens."""
 
 
 class Shape(NamedTuple):

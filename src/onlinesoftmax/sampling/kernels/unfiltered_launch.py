@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from struct import Struct
+from typing import Any
 
 import torch
 
@@ -16,7 +16,7 @@ from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.prepare import allocator
 from ..results import Sampled
-from .source import slice_of
+from .source import bits_of, slice_of
 from .unfiltered import KERNEL, POINTERS, Shape, shape_of
 from .which_kernel import refusal
 
@@ -28,11 +28,11 @@ def is_aligned(scores: Tensor) -> bool:
     return not (scores.data_ptr() | scores.stride(0) * scores.element_size()) % 16
 
 
-Run = Callable[[Tensor, Tensor | float, Tensor | int, Tensor | int], Sampled]
+Run = Callable[[Tensor, Tensor | float, Tensor | int, Tensor | int, tuple[Any, Any, Any]], Sampled]
 
 
 def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
-    """The function run(x, temperature, seed, offset) that samples a token of each row; None if the kernel does not.
+    """The function run(x, temperature, seed, offset, filters) that samples a token of each row; None if it does not.
 
     x has its rows where `scores` has them.  The others are numbers, or contiguous tensors with one a row: float32
     or int64.
@@ -65,11 +65,13 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
     new = allocator(torch.device("cuda", index))
     take, give_back = pool.take, pool.give_back
 
-    def run(x: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int) -> Sampled:
+    def run(
+        x: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int, filters: tuple[Any, Any, Any]
+    ) -> Sampled:  # fmt: skip
         if current_device() != index:
             # The default stream is that of the current device.
             with torch.cuda.device(index):
-                return run(x, temperature, seed, offset)
+                return run(x, temperature, seed, offset, filters)
         token, kept, valid = new(rows, steps, _WHOLE), new(rows, steps, _WHOLE), new(rows, steps, _FLAG)
         logprob, lse = new(rows, steps, _REAL), new(rows, steps, _REAL)
         call = take(index)
@@ -78,7 +80,7 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
         if isinstance(temperature, Tensor):
             fields[1] = temperature.data_ptr()
         else:
-            fields[1], fields[_NUMBER] = 0, _bits_of(temperature)
+            fields[1], fields[_NUMBER] = 0, bits_of(temperature, "<f")
         for i, value in (2, seed), (3, offset):
             if isinstance(value, Tensor):
                 fields[i] = value.data_ptr()
@@ -96,11 +98,3 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
 
 _NUMBER = len(POINTERS) + 3
 _WHOLE, _REAL, _FLAG = torch.int64, torch.float32, torch.bool
-
-
-def _bits_of(x: float) -> int:
-    """The bits of a number in float32."""
-    return int.from_bytes(_FLOAT.pack(x), "little")
-
-
-_FLOAT = Struct("<f")

@@ -1,0 +1,65 @@
+"""Calls of `sample` on a GPU that come again, and in CUDA graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import onlinesoftmax as osm
+
+Tensor = torch.Tensor
+
+
+@pytest.mark.gpu
+def test_a_gpu_samples_the_tokens_of_a_cpu_in_a_graph_too() -> None:
+    z = torch.randn(16, 5000, generator=torch.Generator().manual_seed(9)) * 3
+    given: dict[str, Any] = {
+        "top_k": 40,
+        "top_p": 0.9,
+        "seed": torch.arange(16),
+        "temperature": torch.linspace(0, 2, 16),
+    }
+    want, on_gpu = osm.sample(z, **given), {k: v.cuda() if isinstance(v, Tensor) else v for k, v in given.items()}
+    logits = z.cuda()
+    assert torch.equal(osm.sample(logits, **on_gpu).token.cpu(), want.token)
+    graph, found = torch.cuda.CUDAGraph(), None
+    with torch.cuda.graph(graph):
+        found = osm.sample(logits, **on_gpu)
+    logits.copy_(z.flip(0))
+    graph.replay()
+    assert torch.equal(found.token.cpu(), osm.sample(z.flip(0), **given).token)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top", [0, 7])
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}, {}], ids=str
+)
+def test_repeated_calls_with_numbers_are_those_with_one_value_a_row(filters: dict[str, Any], top: int) -> None:
+    """A call of the same kind is found when it comes again; numbers go to the kernel without a tensor."""
+    z = torch.randn(3, 5, 5000, generator=torch.Generator().manual_seed(9)) * 3
+    narrow = {"top_k": torch.int32, "top_p": torch.float32, "min_p": torch.float32, "temperature": torch.float64}
+    for seed, temperature in (3, 0.7), (2**40, 1.3), (3, 0.0):
+        numbers = {"temperature": temperature, "offset": 5, "seed": seed, **filters}
+        want = osm.sample(z, top_logprobs=top, **numbers)
+        of_rows = {name: torch.full((3, 5), value, device="cuda") for name, value in numbers.items()}
+        others = {name: t.to(narrow.get(name, t.dtype)) for name, t in of_rows.items()}
+        for given in numbers, numbers, of_rows, of_rows, others, others:
+            found = osm.sample(z.cuda(), top_logprobs=top, **given)
+            assert torch.equal(found.token.cpu(), want.token)
+            assert torch.equal(found.kept.cpu(), want.kept)
+            assert torch.allclose(found.logprob.cpu(), want.logprob, rtol=1e-6, atol=1e-6)
+            assert (found.top_tokens is None) == (not top)
+            assert not top or torch.equal(found.top_tokens.cpu(), want.top_tokens)
+    del numbers["seed"]
+    drawn = [
+        osm.sample(z.cuda(), generator=g, **numbers) for g in (torch.Generator("cuda").manual_seed(s) for s in (8, 9))
+    ]
+    for repeated in range(2):
+        for seed, want in zip((8, 9), drawn, strict=True):
+            torch.cuda.manual_seed(seed)
+            assert torch.equal(osm.sample(z.cuda(), **numbers).token, want.token), repeated
+    with pytest.raises(TypeError, match="top_k must be an int"):
+        osm.sample(z.cuda(), temperature=0.7, offset=5, seed=3, top_logprobs=top, top_k=40.0)
