@@ -76,8 +76,7 @@ def test_autograd_runs_the_own_gradient_beside_that_of_the_formula(dtype: torch.
         logits = x.clone().requires_grad_()
         y = run(call_of(logits, choice, ScoreOptions(scale=2.0, softcap=3.0)))
         found.append((y.detach(), *torch.autograd.grad(y, logits, dy)))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(*found)
     torch.testing.assert_close(found[0][0].sum(-1), torch.ones_like(x[:, 0]))
 
 

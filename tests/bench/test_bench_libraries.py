@@ -122,8 +122,7 @@ def test_ligers_head_of_tokens_has_log_probabilities_and_entropies() -> None:
     target, incoming = torch.randint(9, (6,)), (torch.randn(6), torch.randn(6))
     liger, ours = heads.LigerHead("cuda"), heads.OursHead("cpu")
     assert liger.supports(case) is None
-    for a, b in zip(*(each.prepare(case)(x, weight, target, *incoming) for each in (liger, ours)), strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*(each.prepare(case)(x, weight, target, *incoming) for each in (liger, ours)))
 
 
 @pytest.mark.parametrize("name", SHARDED)

@@ -109,8 +109,7 @@ def hard_rows(first: int, end: int) -> None:
             with path:
                 rows = sharded.cross_entropy(local, target, reduction="none", **options, **how(first, end))
             found.append((rows.detach(), torch.autograd.grad(rows, local, torch.ones_like(rows))[0]))
-        for ours, general in zip(*found, strict=True):
-            torch.testing.assert_close(ours, general, equal_nan=True)
+        torch.testing.assert_close(*found, equal_nan=True)
         assert (found[0][1][[0, 4, 5]] == 0).all()
     rows = sharded.cross_entropy(x[:, first:end], target, reduction="none", **how(first, end))
     assert rows[[7, 8]].tolist() == [torch.inf, torch.inf]
@@ -319,8 +318,7 @@ def chunks_of_rows_give_the_same_results(first: int, end: int) -> None:
                 dx = torch.autograd.grad(total, local)[0]
                 found.append([*(y.detach() for y in ys), dx])
             assert started == ["started"] * 4 + ["ended"] * 4
-            for one, other in zip(*found, strict=True):
-                torch.testing.assert_close(one, other, equal_nan=True)
+            torch.testing.assert_close(*found, equal_nan=True)
     finally:
         collective.CHUNK_BYTES, collective.CHUNK_STEP, collective.start_gathering = limit, real, begin
 

@@ -67,8 +67,7 @@ def test_losses_and_their_gradients(
             losses.router_z_loss(found, several, fused),
         ]
         results.append([*made, *(torch.autograd.grad(one, x, torch.tensor(1.5), retain_graph=True)[0] for one in made)])
-    for ours, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(ours, wanted, rtol=2e-6, atol=1e-9)
+    torch.testing.assert_close(*results, rtol=2e-6, atol=1e-9)
 
 
 def trained(call: Call, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Routed:

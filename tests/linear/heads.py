@@ -59,8 +59,7 @@ def same_with_gradients(ours: Tensor, theirs: Tensor, inputs: Any) -> None:
     torch.testing.assert_close(ours, theirs)
     dy = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(1)).to(theirs)
     found = (torch.autograd.grad(y, inputs, dy, retain_graph=True) for y in (ours, theirs))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(*found)
 
 
 def clipped(logprob: Tensor, entropy: Tensor, lse: Tensor, old: Tensor, advantage: Tensor) -> Tensor:

@@ -101,6 +101,12 @@ def assert_all_close(pair: tuple[Any, Any], tolerance: float = 1e-5) -> None:
         assert_close(a, b, tolerance)
 
 
+def assert_leaves_close(ours: Any, theirs: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Every array of one result is close to that of another, where only the values count."""
+    for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=rtol, atol=atol)
+
+
 def number(f: Call) -> Call:
     """A number that every result counts for, each in its own way."""
     return lambda *arguments: sum(jnp.sum(jnp.sin((i + 1) * t)) for i, t in enumerate(f(*arguments)))

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact_losses import classes, logits
+from exact_losses import assert_leaves_close, classes, logits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import (
@@ -124,8 +124,7 @@ def test_as_many_columns_as_results_per_row(name: str, cols: int) -> None:
         for t, spec in ((x, P(None, "v")), (change, P(None, "v")), (target, P(None)))
     ]
     ours, whole = jax.jit(every_kind)(*cut), jax.jit(every_kind)(x, change, target)
-    for one, other in zip(*map(jax.tree.leaves, (ours, whole)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6)
+    assert_leaves_close(ours, whole, rtol=2e-6, atol=2e-6)
     *per_row, dx = jax.tree.leaves(ours)
     assert {t.sharding.spec for t in per_row} == {P(None)}
     assert dx.sharding.spec == P(None, "v")
@@ -151,24 +150,20 @@ def test_whole_rows_stay_where_they_are(forced: dict[str, str]) -> None:
         gradient, found = jax.grad(total, (0, 1), has_aux=True)(x, bias)
         return found, gradient
 
-    def assert_close(found: Any, whole: Any) -> None:
-        for ours, other in zip(*map(jax.tree.leaves, (found, whole)), strict=True):
-            np.testing.assert_allclose(ours, other, rtol=1e-5, atol=1e-5)
-
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     whole = jax.jit(partial(with_gradient, f=partial(results, forced={})))(x, target, bias)
     for f, spec in ((with_gradient, P("a", "b")), *([(results, P("b", None, "a"))] if forced else [])):
         placed = ((x, spec), (target, P(*spec[:2])), (bias, P()))
         cut = [jax.device_put(t, NamedSharding(mesh, s)) for t, s in placed]
         program = jax.jit(f).lower(*cut).compile()
-        assert_close(program(*cut), whole if f is with_gradient else whole[0])
+        assert_leaves_close(program(*cut), whole if f is with_gradient else whole[0], atol=1e-5)
         # Only rows that are cut are exchanged: their states.
         assert ("all-gather" in program.as_text()) == (len(spec) == 3), spec
     rows = P("a", "b")
     mapped = jax.shard_map(results, mesh=mesh, in_specs=(rows, rows, P("b")), out_specs=rows)
     program = jax.jit(partial(with_gradient, f=mapped)).lower(x, target, bias).compile()
     assert "all-gather" not in program.as_text()
-    assert_close(program(x, target, bias), whole)
+    assert_leaves_close(program(x, target, bias), whole, atol=1e-5)
 
 
 def test_torch_is_never_imported() -> None:
@@ -265,8 +260,7 @@ def test_a_weight_that_is_replicated_gets_the_gradient_of_all_devices() -> None:
     )
     given = head, jnp.float32(0.3), hidden, target
     ours, whole = (jax.jit(jax.grad(f, (0, 1, 2)))(*given) for f in (sharded, loss))
-    for one, other in zip(ours, whole, strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    assert_leaves_close(ours, whole, rtol=2e-5, atol=2e-5)
 
 
 def test_derivatives_of_every_kind() -> None:
@@ -288,8 +282,7 @@ def test_derivatives_of_every_kind() -> None:
     sharded = {name: mapped(name, sharded[name], "columns") for name in names}
     whole = {name: whole[name] for name in names}
     found, expected = (jax.jit(every_kind(calls))(a["x"]) for calls in (sharded, whole))
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5)
+    assert_leaves_close(found, expected, rtol=2e-4, atol=2e-5)
 
 
 def test_an_axis_of_vmap_and_eager_shard_map() -> None:

@@ -11,8 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact_losses import assert_leaves_close
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from sharded_calls import mesh_of
 
 import fast_xla
 import onlinesoftmax.jax as osj
@@ -88,9 +90,7 @@ def whole() -> Any:
 
 
 def assert_same(ours: Any) -> None:
-    theirs = {name: whole()[name] for name in ours}
-    for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
+    assert_leaves_close(ours, {name: whole()[name] for name in ours}, rtol=2e-5, atol=2e-5)
 
 
 BOTH = (P("d"), P("v"), P("v"), P("d"), P("v"))
@@ -98,7 +98,7 @@ BOTH = (P("d"), P("v"), P("v"), P("d"), P("v"))
 
 
 def sharded(specs: tuple[Any, ...], kind: AxisType = AxisType.Auto) -> list[Any]:
-    mesh = jax.make_mesh((2, 2), ("d", "v"), axis_types=(kind,) * 2)
+    mesh = mesh_of(2, 2, kind=kind)
     return [jax.device_put(t, NamedSharding(mesh, spec)) for t, spec in zip(arrays(), specs, strict=True)]
 
 
@@ -124,7 +124,7 @@ def test_jit_of_sharded_arrays(specs: tuple[Any, ...], names: tuple[str, ...]) -
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_shard_map(checked: bool) -> None:
-    mesh, names = jax.make_mesh((2, 2), ("d", "v"), axis_types=(AxisType.Auto,) * 2), NAMES if checked else ("sum",)
+    mesh, names = mesh_of(2, 2), NAMES if checked else ("sum",)
 
     def mapped(name: str) -> Any:
         def of_device(*a: Any) -> Any:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from exact_losses import logits
+from exact_losses import assert_leaves_close, logits
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded_calls import COLS, KERNEL, ROWS, assert_small_exchanges, mesh_of
@@ -49,11 +49,6 @@ def test_routing_of_sharded_tokens_exchanges_numbers_of_experts() -> None:
     np.testing.assert_allclose(dx, whole_dx, rtol=1e-5, atol=1e-8)
 
 
-def assert_same(ours: Any, whole: Any) -> None:
-    for one, other in zip(*map(jax.tree.leaves, (ours, whole)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
 def test_rows_and_tokens_along_explicit_axes() -> None:
     """JAX refuses to gather from a sharded axis and to add along one; a gradient lies where its array lies."""
     seed, x, at = np.arange(ROWS), logits(ROWS, 64), np.arange(ROWS)
@@ -70,7 +65,7 @@ def test_rows_and_tokens_along_explicit_axes() -> None:
     whole = with_gradient(x)
     with jax.set_mesh(mesh_of(2, 2, kind=AxisType.Explicit)):
         ours = with_gradient(jax.device_put(x, P("d", "v")))
-    assert_same(ours, whole)
+    assert_leaves_close(ours, whole)
     assert ours[1].sharding.spec == P("d", "v")
 
 
@@ -79,5 +74,5 @@ def test_arrays_that_are_older_than_the_mesh(kind: AxisType) -> None:
     """Their sharding has no mesh."""
     x = logits(ROWS + (kind == AxisType.Auto), 24)  # other shapes, as JAX keeps programs
     with jax.set_mesh(mesh_of(2, 2, kind=kind)):
-        assert_same(osj.route(x, 3).weights, jax.nn.softmax(jax.lax.top_k(x, 3)[0]))
-        assert_same(jax.jit(partial(osj.softmax, **KERNEL))(x), jax.nn.softmax(x))
+        assert_leaves_close(osj.route(x, 3).weights, jax.nn.softmax(jax.lax.top_k(x, 3)[0]))
+        assert_leaves_close(jax.jit(partial(osj.softmax, **KERNEL))(x), jax.nn.softmax(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from exact_losses import assert_leaves_close
 
 import onlinesoftmax.jax as osj
 
@@ -72,9 +74,7 @@ def with_gradients(f: Any, a: dict[str, Any], names: str = "xwb") -> Any:
     return y, found
 
 
-def assert_same(ours: Any, theirs: Any, **tolerance: Any) -> None:
-    for one, other in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
-        np.testing.assert_allclose(one, other, **{"rtol": 1e-9, "atol": 1e-11, **tolerance})
+assert_same = partial(assert_leaves_close, rtol=1e-9, atol=1e-11)
 
 
 def ours_of(a: dict[str, Any], function: Any = osj.linear_cross_entropy, **given: Any) -> Any:

@@ -13,6 +13,7 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 
 import jax
 import jax.numpy as jnp
+from exact_losses import assert_leaves_close
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from simulated_gpu import HANDLER, simulated_gpu
@@ -175,9 +176,8 @@ def test_infinities_and_nan(place: None, strategy: str, names: Sequence[str]) ->
             both = [jax.vjp(call, x) for call in calls]
             return [(y, *(backward(jnp.full_like(y, dy)) for dy in (0.0, 1.0))) for y, backward in both]
 
-        found.append(jax.tree.leaves(program(x)))
-    for ours, xla in zip(*found, strict=True):
-        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
+        found.append(program(x))
+    assert_leaves_close(*found)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -207,8 +207,7 @@ def test_score_options(place: None, names: Sequence[str], which: Sequence[str]) 
     found = [
         jax.jit(lambda who=who: [both(name, options, who) for name, options in given])() for who in ("cuda", "eager")
     ]
-    for ours, xla in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
+    assert_leaves_close(*found)
 
 
 @cases("names", [(["softmax"],)], [(OPERATIONS,)])
@@ -232,8 +231,7 @@ def test_transforms(place: None, names: Sequence[str]) -> None:
             yield jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(P("v"),), out_specs=P("v"))
 
     found = [jax.jit(lambda x, who=who: [f(x) for f in programs(who)])(x) for who in ("cuda", "eager")]
-    for ours, xla in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-6)
+    assert_leaves_close(*found)
     with jax.disable_jit():
         np.testing.assert_allclose(osj.softmax(x, backend="cuda"), jax.nn.softmax(x), rtol=1e-6)
 
@@ -260,8 +258,7 @@ def test_heads(place: None, function: str, monkeypatch: pytest.MonkeyPatch) -> N
         with jax.default_matmul_precision("float32"):
             results.append(step(x, w))
     jax.clear_caches()
-    for ours, xla in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(ours, xla, rtol=1e-5, atol=1e-5)
+    assert_leaves_close(*results, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from exact_losses import (
     STRATEGIES,
     assert_all_close,
+    assert_leaves_close,
     both,
     classes,
     exact,
@@ -163,8 +164,7 @@ def test_nan_that_counts_for_nothing_has_no_gradient(options: dict[str, Any], la
 
     holes = x.at[:, 5:].set(jnp.nan), x.at[1].set(jnp.nan)
     found, expected = gradients(*holes, scale), gradients(*(jnp.nan_to_num(hole) for hole in holes), scale)
-    for ours, want in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(ours, want, rtol=1e-6, atol=1e-7)
+    assert_leaves_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_where_broadcasts_or_is_of_rows() -> None:

@@ -20,6 +20,7 @@ from exact_losses import (
     STRATEGIES,
     Call,
     assert_all_close,
+    assert_leaves_close,
     both,
     classes,
     exact,
@@ -152,8 +153,7 @@ def test_kernels_with_every_option_give_what_xla_gives(strategy: str) -> None:
         return jax.jit(lambda x, s: (results(x, s, **forced), jax.grad(number, (0, 1))(x, s)))(x, scale)
 
     ours, theirs = with_gradients(backend="pallas", strategy=strategy), with_gradients()
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+    assert_leaves_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
 def test_float64() -> None:
