@@ -125,7 +125,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 def recorded(call: Call, run: Any = None) -> Routed:
     """The results of a call on flat rows, recorded by autograd; by the function of `bound`, if there is one."""
-    *found, balance, z_loss = _Recorded.apply(call.x, call._replace(x=None), run)
+    *found, balance, z_loss = _Recorded.apply(call.x, call, run)
     return with_losses(Routed(*found), None if balance is None else Losses(balance, z_loss, None))
 
 
@@ -133,12 +133,12 @@ class _Recorded(torch.autograd.Function):
     """The results of a call, recorded by autograd; it saves the logits and what is (T, k), (T,) or (experts,)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, how: Call, run: Any) -> Any:
-        found = run(x, how.bias, how.mask, how.indices) if run is not None else found_of(how._replace(x=x))
-        ctx.complete = how.complete
-        ctx.how = how._replace(bias=None, mask=None, indices=None)
+    def forward(ctx: Any, x: Tensor, call: Call, run: Any) -> Any:
+        found = run(x, call.bias, call.mask, call.indices) if run is not None else found_of(call)
+        ctx.complete = call.complete
+        ctx.how = call._replace(x=None, bias=None, mask=None, indices=None)
         losses = losses_of(found) or Losses(None, None, None)
-        ctx.save_for_backward(x, how.bias, how.mask, found.weights, found.indices, found.lse, losses.slopes)
+        ctx.save_for_backward(x, call.bias, call.mask, found.weights, found.indices, found.lse, losses.slopes)
         ctx.mark_non_differentiable(*[t for t in (found.indices, found.counts) if t is not None])
         ctx.set_materialize_grads(False)
         return *found, losses.balance, losses.z_loss
