@@ -57,8 +57,8 @@ def linear_token_logprobs_table(records: Records) -> str:
 
 
 def _of_heads(records: Records, suite: str) -> str:
-    """A row for each head, of the first GPU that has a record; a column for each way that some head was timed by."""
-    name = records.first(suite)
+    """A row for each head, of the newest record; a column for each way that some head was timed by."""
+    name = records.newest(suite)
     found = records.cases(name)
     if not found:
         return ABSENT

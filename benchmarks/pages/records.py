@@ -34,6 +34,11 @@ class Records:
         """The name of the record of a suite, of the first GPU that has one; empty where there is none."""
         return next((name for gpu in ("h100", "h200") if (name := f"{gpu}-{suite}") in self._records), "")
 
+    def newest(self, suite: str) -> str:
+        """The name of the newest record of a suite, of one GPU; empty where there is none."""
+        found = [name for gpu in ("h100", "h200") if (name := f"{gpu}-{suite}") in self._records]
+        return max(found, key=lambda name: str(self._records[name].content["date"]), default="")
+
     def document(self, name: str) -> Any:
         """The content of a file that `onlinesoftmax bench` did not write; None where there is none."""
         path = self.folder / f"{name}.json"

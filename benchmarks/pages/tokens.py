@@ -27,7 +27,7 @@ def topk_table(records: Records) -> str:
 
 def _of_tokens(records: Records, suite: str) -> str:
     """Microseconds of float32 logits, over all kinds of logits: a row for each shape and all that is asked of it."""
-    name = records.first(suite)
+    name = records.newest(suite)
     groups: dict[tuple[str, str], dict[str, list[CaseResult]]] = {}
     for found in records.cases(name):
         if isinstance(found.case, TokenCase):
