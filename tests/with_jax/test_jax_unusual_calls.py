@@ -111,10 +111,23 @@ def test_strict_settings_and_a_search_for_leaks_change_no_call() -> None:
         trained = osj.token_logprobs(x, sampled.token, support=sampled.support)
         checked = osj.verify(1, x[None], jnp.zeros((1, 2), int)).logprobs.sum()
         losses = osj.load_balancing_loss(routed) + osj.router_z_loss(routed) + osj.topk_logprobs(x, 2).lse.sum()
-        return losses + trained.logprob.sum() + osj.softmax(x, backend="pallas").sum() + checked
+        return losses + trained.logprob.sum() + osj.softmax(x, where=x > 0, backend="pallas").sum() + checked
+
+    ones, target = jnp.ones(5), jnp.array([0, 1, 2])
+
+    def of_head(head: Any) -> Any:
+        weight, bias = head
+        plain = osj.linear_cross_entropy(
+            x, weight, target, linear_bias=bias, label_smoothing=0.1, token_weight=ones[:3]
+        )
+        weighted = osj.linear_cross_entropy(x, weight, target, linear_bias=bias, weight=ones, reduction="none")
+        numbers = osj.linear_token_logprobs(x, weight, target, linear_bias=bias, memory=300)
+        loss = osj.linear_token_loss(x, weight, target, lambda y, entropy, lse: entropy - y, linear_bias=bias)
+        return plain + weighted.sum() + numbers.logprob.sum() + loss
 
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"), jax.checking_leaks():
         jax.jit(jax.grad(total)).lower(x)
+        jax.jit(jax.grad(of_head)).lower((jnp.ones((5, 6)), ones))
 
 
 COLS = 40

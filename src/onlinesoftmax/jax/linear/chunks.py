@@ -20,7 +20,7 @@ def product(a: Array, b: Array, axes: tuple[int, int], dtype: Any) -> Array:
 def logits_of(x: Array, weight: Array, bias: Array | None) -> Array:
     """The logits x · weightᵀ + bias in the dtype of x."""
     z = product(x, weight, (1, 1), x.dtype)
-    return z if bias is None else z + bias
+    return z if bias is None else z + bias[None]
 
 
 TILE = 64

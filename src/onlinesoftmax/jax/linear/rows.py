@@ -73,9 +73,9 @@ def _of_weights(run: Run, call: HeadCall, names: Names, z: Array, rows: Values) 
         q = rows["q"].astype(accumulator(z))
     else:
         local = local_target(target, cols, names) if names else target
-        q = (jnp.arange(cols, dtype=local.dtype) == local[:, None]).astype(accumulator(z))
+        q = (jnp.arange(cols, dtype=local.dtype)[None] == local[:, None]).astype(accumulator(z))
     q = (1 - smoothing) * q + smoothing / (cols * (devices(names) if names else 1))
-    q = q * rows["class_weight"].astype(q.dtype) if "class_weight" in rows else q
+    q = q * rows["class_weight"].astype(q.dtype)[None] if "class_weight" in rows else q
     s = scores(call.options, z, scale_of(rows))
     m = jnp.clip(jnp.max(s, -1), jnp.finfo(s.dtype).min, jnp.finfo(s.dtype).max)
     state = RowStates(m, jnp.sum(jnp.exp(s - m[:, None]), -1))

@@ -202,7 +202,7 @@ class Operands(NamedTuple):
         inputs, options = self.op.operation.inputs, self.options
         arrays = [self._beside(ref, rows, tile) for ref, rows in zip(refs[inputs:], self.maps, strict=False)]
         options = options.filled(arrays)
-        kept = tile.inside if options.mask is None else tile.inside & (options.mask != 0)
+        kept = tile.inside if options.mask is None else tile.inside & (options.mask.astype(jnp.int32) != 0)
         scale, bias = (t.astype(x.dtype) if hasattr(t, "dtype") else t for t in (options.scale, options.bias))
         return scores(FUNCTIONS, x, ScoreOptions(scale, options.softcap, bias, kept)), kept
 
@@ -275,9 +275,9 @@ class Operands(NamedTuple):
         """The elements of a broadcast array for a tile: a tile, or one element per row."""
         row = rows.rows(tile.row)
         if rows.cols == 1:
-            return pltriton.load(ref.at[row, jnp.zeros_like(row)], mask=tile.row < self.rows, other=0)
+            return pltriton.load(ref.at[row, jnp.zeros_like(row)], mask=tile.row < self.rows, other=ref.dtype.type(0))
         at = (jnp.broadcast_to(t, tile.inside.shape) for t in (row, tile.column))
-        return pltriton.load(ref.at[tuple(at)], mask=tile.inside, other=0)
+        return pltriton.load(ref.at[tuple(at)], mask=tile.inside, other=ref.dtype.type(0))
 
 
 def tanh(x: Array) -> Array:
