@@ -123,8 +123,8 @@ def test_few_rows_use_many_multiprocessors_and_short_rows_few_threads() -> None:
 
 def test_gpus_without_the_instructions_have_no_kernel() -> None:
     ampere = KNOWN["a100"]
-    assert which_kernel.refusal("float32", 1, True, ampere) is None
-    reason = which_kernel.refusal("float32", 1, True, replace(ampere, compute_capability=(7, 5)))
+    assert which_kernel.refusal("float32", 1, ampere) is None
+    reason = which_kernel.refusal("float32", 1, replace(ampere, compute_capability=(7, 5)))
     assert reason is not None
     assert "compute capability 8.0" in reason
 

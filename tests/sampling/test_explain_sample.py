@@ -22,9 +22,8 @@ def explained(x: Any = SHAPE, **given: Any) -> Any:
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        ("kernels have no softcap and no mask", {"softcap": 30.0, "mask": (128256,)}),
-        ("kernels have no bias", {"bias": (64, 1)}),
         ("and the logits have float64", {"dtype": "float64"}),
+        ("and the logits have float64", {"dtype": "float64", "mask": (128256,)}),
         ("a kernel lists at most", {"top_logprobs": 100_000}),
         ("CPU is no NVIDIA GPU", {"device": "cpu"}),
     ],
@@ -36,9 +35,15 @@ def test_pytorch_takes_what_no_kernel_takes(words: str, given: dict[str, Any]) -
     assert EAGER["torch"] not in [other.name for other in found.others]
 
 
+def test_a_kernel_takes_the_scores_that_options_make() -> None:
+    found = explained(dtype="bfloat16", device="h100", top_k=50, softcap=30.0, mask=(128256,), bias=(64, 1))
+    assert found.name == "sample.cuh"
+    assert found.reason.startswith("PyTorch writes the scores in float32; then it lists the largest tokens")
+
+
 def test_rows_that_are_not_adjacent() -> None:
     strided = explained(torch.zeros(100, 7).t(), device="h100")
-    assert "not adjacent" in strided.others[0].why_not
+    assert strided.reason.startswith("PyTorch copies the logits, so that those of a row are adjacent; then")
     # Another dimension than the last is copied first.
     assert explained(torch.zeros(100, 7), dim=0, device="h100").problem.rows == 7
 
@@ -134,7 +139,9 @@ def test_the_kernel_of_a_call(name: str, other: str, given: dict[str, Any], dtyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("given", [{}, {"top_k": 5}, {"top_logprobs": 2}, {"top_k": 5, "dtype": "float64"}])
+@pytest.mark.parametrize(
+    "given", [{}, {"top_k": 5}, {"top_logprobs": 2}, {"top_k": 5, "dtype": "float64"}, {"top_p": 0.9, "softcap": 5.0}]
+)
 def test_a_call_runs_what_explain_says(given: dict[str, Any]) -> None:
     given = dict(given)
     x = torch.randn(3, 1000, device="cuda", dtype=getattr(torch, given.pop("dtype", "float32")))

@@ -63,3 +63,20 @@ def test_repeated_calls_with_numbers_are_those_with_one_value_a_row(filters: dic
             assert torch.equal(osm.sample(z.cuda(), **numbers).token, want.token), repeated
     with pytest.raises(TypeError, match="top_k must be an int"):
         osm.sample(z.cuda(), temperature=0.7, offset=5, seed=3, top_logprobs=top, top_k=40.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [{"top_k": 40}, {"top_p": 0.9}, {}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scores_with_options_are_sampled_as_on_a_cpu(filters: dict[str, Any], dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(5)
+    z, bias = (torch.randn(6, 3000, generator=g) * 3).to(dtype), torch.randn(3000, generator=g).to(dtype)
+    allowed = torch.rand(6, 3000, generator=g) < 0.3
+    allowed[2] = False
+    strided = osm.sample(z.t().contiguous().cuda(), dim=0, seed=torch.arange(6, device="cuda"), **filters)
+    assert torch.equal(strided.token.cpu(), osm.sample(z, seed=torch.arange(6), **filters).token)
+    want = osm.sample(z, bias=bias, mask=allowed, seed=torch.arange(6), **filters)
+    found = osm.sample(z.cuda(), bias=bias.cuda(), mask=allowed.cuda(), seed=torch.arange(6, device="cuda"), **filters)
+    for name in ("token", "kept", "valid"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(want, name)), name
+    assert want.valid.tolist() == [True, True, False, True, True, True]

@@ -194,15 +194,15 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
     if device.kind != "cuda":
         return f"{device.name} is no NVIDIA GPU"
     dtype, before = problem.dtype, ""
+    if not problem.adjacent:
+        before = "PyTorch copies the logits, so that those of a row are adjacent; then "
     if problem.options:
-        if problem.framework == "torch":
-            return f"kernels have no {' and no '.join(problem.options)}"
         dtype = "float64" if dtype == "float64" else "float32"
-        before = f"XLA writes the scores in {dtype}; then "
+        before = f"{'PyTorch' if problem.framework == 'torch' else 'XLA'} writes the scores in {dtype}; then "
     if not named and (reason := why_no_cuda(problem.framework)):
         return reason
     rows, tokens, filters, top = problem.rows, problem.tokens, problem.filters, problem.top
-    if reason := refusal(dtype, rows, problem.adjacent, device):
+    if reason := refusal(dtype, rows, device):
         return reason
     if is_unfiltered(bool(filters), top):
         shape = unfiltered.shape_of(rows, tokens, dtype, True, False, device)

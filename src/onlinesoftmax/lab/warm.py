@@ -170,7 +170,7 @@ def _of_sample(asked: Asked, device: Device) -> list[Program]:
 
     x = torch.empty(asked.shape, dtype=getattr(torch, asked.dtype), device="meta")
     rows, cols = x.numel() // x.shape[-1], x.shape[-1]
-    if reason := refusal(asked.dtype, rows, True, device):
+    if reason := refusal(asked.dtype, rows, device):
         raise ValueError(f"sample: {reason}")
     given = rows, cols, asked.dtype, cols * x.element_size() % 16 == 0
     texts = {"without a filter": unfiltered.KERNEL.source(unfiltered.shape_of(*given, False, device))}

@@ -65,14 +65,16 @@ def _by_kernel(
     logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int
 ) -> Sampled | None:
     """`sample` of flat rows by a kernel; None where none takes the call."""
-    x = logits.x
-    if is_traced(x) or not x.is_cuda or not logits.options.plain or type(x) not in PLAIN_TYPES:
+    x, plain = logits.x, logits.options.plain
+    if is_traced(x) or not x.is_cuda or type(x) not in PLAIN_TYPES or (plain and x.is_neg()):
         return None
-    if registry.unavailable("cuda") is not None or is_transformed() or x.is_neg():
+    if registry.unavailable("cuda") is not None or is_transformed() or x.dtype == torch.float64:
         return None
     from .kernels import cuda
 
-    return cuda.sample(in_rows(x, logits.dim), parameters, seed, offset, raw, top)
+    rows = in_rows(x, logits.dim) if plain else logits.scores()
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    return cuda.sample(rows, parameters, seed, offset, raw, top)
 
 
 def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:

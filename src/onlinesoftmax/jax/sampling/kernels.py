@@ -29,7 +29,7 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
     """
     *shape, cols = operands["x"].shape
     rows, dtype, aligned, listed = math.prod(shape), *_layout(operands["x"]), max(top, most)
-    if reason := refusal(dtype, rows, True, device):
+    if reason := refusal(dtype, rows, device):
         return reason
     filters = bool({"top_k", "top_p", "min_p"} & operands.keys())
     numbers: tuple[int, ...]
@@ -67,7 +67,7 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
     """The results of the formula of `topk_logprobs`, or why no kernel takes the operands; arguments as for `sample`."""
     *shape, cols = operands["x"].shape
     rows, dtype, aligned = math.prod(shape), *_layout(operands["x"])
-    if reason := refusal(dtype, rows, True, device):
+    if reason := refusal(dtype, rows, device):
         return reason
     with_target = "target" in operands
     found = topk.shape_of(rows, cols, k, dtype, aligned, with_target, device) if k <= topk.MOST else None

@@ -26,7 +26,7 @@ def gradient(call: Call, found: Routed, given: Gradients, losses: LossGradients 
     """The gradient of the logits of a call on a GPU, as run.gradient_of; None if no kernel takes it."""
     x = adjacent(call.x)
     index = x.get_device()
-    if refusal(dtype_of(x), len(x), True, from_torch("cuda", index)) or len(x) > MOST_TOKENS:
+    if refusal(dtype_of(x), len(x), from_torch("cuda", index)) or len(x) > MOST_TOKENS:
         return None
     given, losses = readable(call, found, given, losses)
     given = Gradients(*(None if t is None else t.contiguous() for t in given))

@@ -26,7 +26,7 @@ def numbers_of(counts: Tensor, values: Tensor, factor: float) -> tuple[int, ...]
 
 def takes(counts: Tensor, values: Tensor) -> bool:
     """True where the kernel takes contiguous counts and sums of probabilities or lse on a GPU."""
-    if refusal(str(values.dtype).removeprefix("torch."), values.numel(), True, from_torch("cuda", values.get_device())):
+    if refusal(str(values.dtype).removeprefix("torch."), values.numel(), from_torch("cuda", values.get_device())):
         return False
     few = max(counts.numel(), values.numel()) <= MOST_READ and counts.numel() > 0
     return few and values.dtype == torch.float32 and counts.dtype == torch.int32 and not values.data_ptr() % 16

@@ -127,7 +127,7 @@ def refusal_of(rule: Rule, dtype: str, rows: int, prob_sums: bool, device: Devic
         prob_sums: True where sums of probabilities are wanted.
         device: Where the kernel is to run.
     """
-    if reason := refusal(dtype, rows, True, device):
+    if reason := refusal(dtype, rows, device):
         return reason
     if rows > MOST_TOKENS:
         return f"a kernel counts tokens up to {MOST_TOKENS}"

@@ -55,7 +55,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
         return unfiltered_launch.bind(scores, rows, raw)
     (count, cols), dtype = scores.shape, str(scores.dtype).removeprefix("torch.")
     device = from_torch("cuda", scores.get_device())
-    if refusal(dtype, count, scores.stride(1) == 1, device) or top > MOST_TOP:
+    if refusal(dtype, count, device) or scores.stride(1) != 1 or top > MOST_TOP:
         return None
     shape = shape_of(count, cols, dtype, unfiltered_launch.is_aligned(scores), device)
     if shape is None:

@@ -39,7 +39,7 @@ def bind(rows: Tensor, shape: tuple[int, ...], k: int, dim: int, with_target: bo
     """
     (count, cols), index, dtype = rows.shape, rows.get_device(), str(rows.dtype).removeprefix("torch.")
     device = from_torch("cuda", index)
-    if k > topk.MOST or cols >= 1 << 31 or refusal(dtype, count, rows.stride(1) == 1, device):
+    if k > topk.MOST or cols >= 1 << 31 or refusal(dtype, count, device) or rows.stride(1) != 1:
         return None
     kernel = topk.shape_of(count, cols, k, dtype, is_aligned(rows), with_target, device)
     if kernel is None or count * kernel.cluster >= 1 << 31:

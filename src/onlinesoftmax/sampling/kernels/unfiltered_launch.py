@@ -45,7 +45,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
     count, cols = scores.shape
     index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
     device = from_torch("cuda", index)
-    if refusal(dtype, count, scores.stride(1) == 1, device):
+    if refusal(dtype, count, device) or scores.stride(1) != 1:
         return None
     shape = shape_of(count, cols, dtype, is_aligned(scores), raw, device)
     if count * shape.cluster >= 1 << 31:

@@ -8,21 +8,18 @@ from ...planner.proposal import no_gpu
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-def refusal(dtype: str, rows: int, adjacent: bool, device: Device) -> str | None:
+def refusal(dtype: str, rows: int, device: Device) -> str | None:
     """Why no kernel takes a call, in one sentence; None if one may.
 
     Args:
         dtype: Name of the dtype of the logits.
         rows: Number of rows.
-        adjacent: True where the logits of a row are adjacent in memory.
         device: Where the kernel is to run.
     """
     if reason := no_gpu("cuda", device):
         return reason
     if dtype not in DTYPES:
         return f"kernels read {', '.join(DTYPES)}, and the logits have {dtype}"
-    if not adjacent:
-        return "the logits of a row are not adjacent in memory"
     return None if rows else "there are no rows"
 
 
