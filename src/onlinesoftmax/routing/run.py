@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from ..core.processes import has_processes
-from ..kernels import registry
 from ..torch.arguments import is_lazy
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
-from ..torch.gradients import is_traced
+from ..torch.gradients import gradient_by_pytorch, is_traced, reads_cuda
 from ..torch.namespace import NAMESPACE
 from . import eager, losses
 from .results import Losses, Routed, losses_of, with_losses
@@ -90,7 +89,7 @@ def training(call: Call) -> Call:
 
 def _by_kernel(call: Call) -> Routed | None:
     """The results of a call by a kernel; None where none takes the call."""
-    if not _has_kernels(call.x):
+    if not reads_cuda(call.x):
         return None
     from .kernels import cuda
 
@@ -100,7 +99,7 @@ def _by_kernel(call: Call) -> Routed | None:
 def bound(call: Call) -> Any:
     """The function run(x, bias, mask, indices) of a kernel for the calls that are like one; None without a kernel."""
     aligned = call.bias is None or call.bias.data_ptr() % 16 == 0
-    if not _has_kernels(call.x) or call.x.stride(1) != 1 or not aligned:
+    if not reads_cuda(call.x) or call.x.stride(1) != 1 or not aligned:
         return None
     from .kernels import cuda
 
@@ -111,16 +110,11 @@ def _gradient_by_kernel(
     call: Call, found: Routed, given: Gradients, losses: LossGradients | None
 ) -> Tensor | None:  # fmt: skip
     """The gradient of a call by a kernel; None where none takes the call."""
-    if not _has_kernels(call.x):
+    if not reads_cuda(call.x):
         return None
     from .kernels import gradient_launch
 
     return gradient_launch.gradient(call, found, given, losses)
-
-
-def _has_kernels(x: Tensor) -> bool:
-    """True where our kernels take a tensor."""
-    return x.is_cuda and registry.unavailable("cuda") is None and not x.is_neg()
 
 
 def recorded(call: Call, run: Any = None) -> Routed:
@@ -160,27 +154,23 @@ class _Recorded(torch.autograd.Function):
 
 
 def _gradient_by_pytorch(call: Call, indices: Tensor, given: tuple[Tensor | None, ...]) -> Tensor:
-    """The gradient by PyTorch's automatic differentiation, which has derivatives.
+    """The gradient by PyTorch's operations.
 
     Args:
         call, indices: The call, and its result.
         given: Gradients of weights, prob_sums, lse, and of both losses.
     """
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # The view has no hooks: those of x run once, after this function.
-        x = call.x.view_as(call.x) if create_graph else call.x.detach().requires_grad_()
+
+    def results(x: Tensor) -> list[Any]:
         found = eager.found_at(call._replace(x=x), indices)
         flat = in_shape(found, call.rule, (call.tokens,), False) if call.sequences == 1 else found
         functions = (
             lambda: found.weights, lambda: found.prob_sums, lambda: found.lse,
             lambda: losses.load_balancing_loss(flat, losses.KINDS[0]), lambda: losses.router_z_loss(flat),
         )  # fmt: skip
-        some = [(function(), dy) for function, dy in zip(functions, given, strict=True) if dy is not None]
-        ys, dys = zip(*some, strict=True)
-        (dx,) = torch.autograd.grad(ys, x, dys, create_graph=create_graph)
-    gradient: Tensor = dx
-    return gradient
+        return [function() for function, dy in zip(functions, given, strict=True) if dy is not None]
+
+    return gradient_by_pytorch(call.x, results, [dy for dy in given if dy is not None])
 
 
 def _by_operator(call: Call) -> Routed:

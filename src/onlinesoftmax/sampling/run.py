@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 
-from ..kernels import registry
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
-from ..torch.gradients import is_traced
+from ..torch.gradients import is_traced, reads_cuda
 from .arguments import LARGEST_INT64, Logits, in_rows
 from .distribution import (
     Distribution,
@@ -66,9 +65,7 @@ def _by_kernel(
 ) -> Sampled | None:
     """`sample` of flat rows by a kernel; None where none takes the call."""
     x, plain = logits.x, logits.options.plain
-    if is_traced(x) or not x.is_cuda or type(x) not in PLAIN_TYPES or (plain and x.is_neg()):
-        return None
-    if registry.unavailable("cuda") is not None or is_transformed() or x.dtype == torch.float64:
+    if is_traced(x) or type(x) not in PLAIN_TYPES or not reads_cuda(x) or is_transformed() or x.dtype == torch.float64:
         return None
     from .kernels import cuda
 

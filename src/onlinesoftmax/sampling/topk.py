@@ -8,13 +8,12 @@ import torch
 
 from ..core.call import Call, Settings
 from ..core.task import ANY
-from ..kernels import registry
 from ..ops import OPERATIONS
 from ..torch.arguments import check_scale_is_constant, is_lazy
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES, accumulator_of
-from ..torch.gradients import is_traced
+from ..torch.gradients import gradient_by_pytorch, is_traced, reads_cuda
 from ..torch.loss_run import run_tokens
 from ..torch.namespace import NAMESPACE
 from ..torch.several_tokens import gradient_of_tokens
@@ -82,8 +81,13 @@ class Listed(torch.autograd.Function):
             return None, None, None
         logits = how.logits._replace(x=x)
         # A kernel's gradient has no derivative, and a kernel cannot read a lazy tensor.
-        if torch.is_grad_enabled() or any(map(is_lazy, given.values())) or not _has_kernels(x):
-            return _gradient_by_pytorch(logits, indices, target, given), None, None
+        if torch.is_grad_enabled() or any(map(is_lazy, given.values())) or not reads_cuda(x):
+
+            def results(x: Tensor) -> list[Tensor]:
+                found = _at(logits._replace(x=x), indices, None, target)
+                return [getattr(found, name) for name in given]
+
+            return gradient_by_pytorch(x, results, [*given.values()]), None, None
         if not how.k:
             m, l = lse, torch.ones_like(lse)
         else:
@@ -92,29 +96,11 @@ class Listed(torch.autograd.Function):
         return gradient_of_tokens(call, {"x": x, "m": m, "l": l}, indices, target, given), None, None
 
 
-def _gradient_by_pytorch(logits: Logits, indices: Tensor, target: Tensor | None, dys: dict[str, Tensor]) -> Tensor:
-    """The gradient by PyTorch's operations, which have derivatives."""
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # The view has no hooks: those of x run once, after this function.
-        x = logits.x.view_as(logits.x) if create_graph else logits.x.detach().requires_grad_()
-        found = _at(logits._replace(x=x), indices, None, target)
-        ys = [getattr(found, name) for name in dys]
-        (dx,) = torch.autograd.grad(ys, x, [*dys.values()], create_graph=create_graph)
-    gradient: Tensor = dx
-    return gradient
-
-
-def _has_kernels(x: Tensor) -> bool:
-    """True where our kernels take a tensor."""
-    return x.is_cuda and registry.unavailable("cuda") is None and not x.is_neg()
-
-
 @torch.no_grad()
 def found_of(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     """The results of `topk_logprobs` without a gradient."""
     x, dim = logits.x, logits.dim
-    if _has_kernels(x):
+    if reads_cuda(x):
         from .kernels import topk_launch
 
         rows = in_rows(x, dim) if logits.options.plain else logits.scores()

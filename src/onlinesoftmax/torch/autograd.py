@@ -19,7 +19,17 @@ from . import formulas
 from .arguments import is_lazy
 from .fast_path import PREPARED_CALLS, find, is_grad_enabled, is_transformed, keep
 from .formulas import accumulator_of
-from .gradients import gradient_call, gradients, is_traced, outputs_of, saved_of, slope_of, unmasked, with_states
+from .gradients import (
+    gradient_by_pytorch,
+    gradient_call,
+    gradients,
+    is_traced,
+    outputs_of,
+    saved_of,
+    slope_of,
+    unmasked,
+    with_states,
+)
 from .prepare import operands_of, prepare
 from .recording import Recording, Tensors, outputs_to_keep, recording_of, save, split_tensors, with_tensors
 from .small_kernels import scale_gradient
@@ -263,17 +273,14 @@ def _gradient_of_scalar(ctx: Any, dy: Tensor) -> Tensor:
 
 
 def _gradient_by_pytorch(recording: Recording, call: Call, dys: Tensors) -> Tensor:
-    """The gradient with respect to the logits by PyTorch's operations, which have derivatives."""
-    assert recording.by_pytorch is not None
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        # The view has no hooks: those of x run once, after this function.
-        x = call.x.view_as(call.x)
-        results = recording.by_pytorch(recording, call._replace(x=x))
-    ys, gradients = [results[name] for name in dys], [dy.to(results[name].dtype) for name, dy in dys.items()]
-    (dx,) = torch.autograd.grad(ys, x, gradients, create_graph=create_graph)
-    found: Tensor = dx
-    return found
+    """The gradient with respect to the logits by PyTorch's operations."""
+
+    def results(x: Tensor) -> list[Tensor]:
+        assert recording.by_pytorch is not None
+        found = recording.by_pytorch(recording, call._replace(x=x))
+        return [found[name] for name in dys]
+
+    return gradient_by_pytorch(call.x, results, [*dys.values()])
 
 
 RESULT = ("y",)

@@ -8,13 +8,14 @@ formulas.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ..core.call import Call
 from ..core.options import ScoreOptions, causal_mask, softcap_slope
+from ..kernels import registry
 from ..ops import OPERATIONS
 from . import eager, formulas
 from .arguments import TRACED_TYPES, check_first_derivative
@@ -29,6 +30,31 @@ Tensor = torch.Tensor
 def is_traced(x: Tensor) -> bool:
     """True where a tracer must see an operator in place of a launch."""
     return torch.compiler.is_compiling() or type(x).__name__ in TRACED_TYPES or is_recorded()
+
+
+def reads_cuda(x: Tensor) -> bool:
+    """True for a tensor whose memory our CUDA kernels can read."""
+    return x.is_cuda and registry.unavailable("cuda") is None and not x.is_neg()
+
+
+def gradient_by_pytorch(x: Tensor, results: Callable[[Tensor], Sequence[Tensor]], dys: Sequence[Tensor]) -> Tensor:
+    """The gradient with respect to x by PyTorch's operations, which have derivatives.
+
+    Args:
+        x: The input of a call.
+        results: The function that computes results of the call from x.
+        dys: Their gradients.
+    """
+    create_graph = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # The view has no hooks: those of x run once, after this function.
+        x = x.view_as(x) if create_graph else x.detach().requires_grad_()
+        ys = results(x)
+    (dx,) = torch.autograd.grad(
+        ys, x, [dy.to(y.dtype) for y, dy in zip(ys, dys, strict=True)], create_graph=create_graph
+    )
+    gradient: Tensor = dx
+    return gradient
 
 
 def outputs_of(call: Call, outputs: tuple[str, ...]) -> tuple[Tensor, ...]:
