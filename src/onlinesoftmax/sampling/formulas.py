@@ -256,36 +256,45 @@ def verify(
         seed, offset: What the noise of the first position of each row is made of, (rows, 1, 1) int64.
     """
     xp, n, tokens = of.xp, drafts.shape[-1], scores[0].shape[-1]
-    offset = offset + xp.arange(n + 1)[:, None]
     target = distribution_of(of, scores[0], given)
-    p = _probabilities(of, target)
+    draft = None if scores[1] is None else distribution_of(of, scores[1], given)
     exists = (drafts >= 0) & (drafts < tokens)
     columns = xp.where(exists, drafts, 0)[..., None]
-    if scores[1] is None:
-        q = (columns == xp.arange(tokens)).astype(xp.float64)
-    else:
-        q = _probabilities(of, distribution_of(of, scores[1], given))
-    chance = uniform(of, seed, offset, 1, ACCEPT)[..., :n, 0]
-    of_p, of_q = (xp.take_along_axis(t[..., :n, :], columns, -1)[..., 0] for t in (p, q))
+    of_p = xp.take_along_axis(_probabilities(of, target)[..., :n, :], columns, -1)[..., 0]
+    of_q = 1.0 if draft is None else xp.take_along_axis(_probabilities(of, draft), columns, -1)[..., 0]
+    chance = uniform(of, seed, offset + xp.arange(n)[:, None], 1, ACCEPT)[..., 0]
     stays = exists & (chance * of_q < of_p)
     accepted = xp.sum(xp.cumprod(stays.astype(xp.int64), -1), -1, keepdims=True)
 
+    # One more token: it stands at the first draft that does not stay, or behind the last one.
+    here, offset = _at(of, target, accepted[..., None]), offset + accepted[..., None]
+    p = _probabilities(of, here)
     # Where there is no draft, or nothing is left of p, the token is that of `sample`.
-    left = xp.maximum(p[..., :n, :] - q, 0)
-    corrects = exists[..., None] & (xp.sum(left, -1, keepdims=True) > 0)
-    keys = _keys(of, target, seed, offset)
-    corrected = xp.log(left) + gumbel(of, seed, offset, tokens, CORRECT)[..., :n, :]
-    keys = xp.concatenate([xp.where(corrects, corrected, keys[..., :n, :]), keys[..., n:, :]], -2)
-    sampled = xp.argmax(keys, -1)
+    keys = _keys(of, here, seed, offset)
+    if n:
+        at = xp.minimum(accepted, n - 1)
+        if draft is None:
+            q = (xp.take_along_axis(columns, at[..., None], -2) == xp.arange(tokens)).astype(xp.float64)
+        else:
+            q = _probabilities(of, _at(of, draft, at[..., None]))
+        left = xp.maximum(p - q, 0)
+        corrects = xp.take_along_axis(exists, at, -1) & (accepted < n) & (xp.sum(left, -1) > 0)
+        corrected = xp.log(left) + gumbel(of, seed, offset, tokens, CORRECT)
+        keys = xp.where(corrects[..., None], corrected, keys)
 
-    position = xp.arange(n + 1)
-    valid = xp.take_along_axis(target.valid[..., 0], accepted, -1)
-    last = xp.where(valid, xp.take_along_axis(sampled, accepted, -1), -1)
-    more = xp.concatenate([drafts, xp.full_like(accepted, -1)], -1)
+    position, valid = xp.arange(n + 1), here.valid[..., 0]
+    last = xp.where(valid, xp.argmax(keys, -1), -1)
+    more, of_more = (xp.concatenate([t, xp.zeros(accepted.shape, t.dtype)], -1) for t in (drafts, of_p))
     found = xp.where(position < accepted, more, xp.where(position == accepted, last, -1))
-    logprobs = xp.log(xp.take_along_axis(p, xp.maximum(found, 0)[..., None], -1)[..., 0])
+    of_last = xp.take_along_axis(p[..., 0, :], xp.maximum(last, 0), -1)
+    logprobs = xp.log(xp.where(position < accepted, of_more, of_last))
     logprobs = xp.where(found < 0, 0.0, logprobs).astype(scores[0].dtype)
     return accepted[..., 0], found, logprobs, valid[..., 0]
+
+
+def _at(of: Functions, found: Distribution, position: Array) -> Distribution:
+    """The distribution of one position of each row, (rows, 1, 1), among those along the second dimension."""
+    return Distribution(*[t if t.shape[-2] == 1 else of.xp.take_along_axis(t, position, -2) for t in found])
 
 
 def _probabilities(of: Functions, found: Distribution) -> Array:

@@ -30,36 +30,46 @@ def verified(
         seed, offset: What the noise of each position is made of, (rows * (n + 1),) int64.
         dtype: Dtype of the log-probabilities.
     """
-    rows, n = drafts.shape
-    p = _probabilities(target).unflatten(0, (rows, n + 1))
-    tokens = p.shape[2]
+    (rows, n), tokens = drafts.shape, target.z.shape[1]
     exists = (drafts >= 0) & (drafts < tokens)
-    columns = drafts.where(exists, 0).unsqueeze(2)
-    if draft is None:
-        q = torch.zeros_like(p[:, :n]).scatter(2, columns, 1.0)
-    else:
-        q = _probabilities(draft).unflatten(0, (rows, n))
+    columns = drafts.where(exists, 0)
+    of_p = _probability_of(target, torch.nn.functional.pad(columns, (0, 1)).flatten()).view(rows, n + 1)[:, :n]
+    of_q = torch.ones_like(of_p) if draft is None else _probability_of(draft, columns.flatten()).view(rows, n)
     chance = uniform(seed, offset, 1, ACCEPT).view(rows, n + 1)[:, :n]
-    of_p, of_q = (t[:, :n].gather(2, columns).squeeze(2) for t in (p, q))
     stays = exists & (chance * of_q < of_p)
     accepted = stays.long().cumprod(1).sum(1)
 
+    # One more token: it stands at the first draft that does not stay, or behind the last one.
+    row = torch.arange(rows, device=drafts.device)
+    place = row * (n + 1) + accepted
+    seed, offset, here = seed[place], offset[place], Distribution(*[t[place] for t in target])
+    p = _probabilities(here)
     # Where there is no draft, or nothing is left of p, the token is that of `sample`.
-    left = (p[:, :n] - q).clamp(min=0)
-    corrects = exists & (left.sum(2) > 0)
-    keys = _in_order(target, target.z.masked_fill(~target.kept, -torch.inf))
-    keys = (keys + target.temperature * gumbel(seed, offset, tokens)).view_as(p)
-    corrected = left.log() + gumbel(seed, offset, tokens, CORRECT).view_as(p)[:, :n]
-    keys = torch.cat([corrected.where(corrects.unsqueeze(2), keys[:, :n]), keys[:, n:]], 1)
-    sampled = keys.argmax(2)
+    keys = _in_order(here, here.z.masked_fill(~here.kept, -torch.inf))
+    keys = keys + here.temperature * gumbel(seed, offset, tokens)
+    if n:
+        at = accepted.clamp(max=n - 1)
+        if draft is None:
+            q = torch.zeros_like(p).scatter(1, columns.gather(1, at.unsqueeze(1)), 1.0)
+        else:
+            q = _probabilities(Distribution(*[t[row * n + at] for t in draft]))
+        left = (p - q).clamp(min=0)
+        corrects = exists.gather(1, at.unsqueeze(1)) & (accepted < n).unsqueeze(1) & (left.sum(1, keepdim=True) > 0)
+        keys = torch.where(corrects, left.log() + gumbel(seed, offset, tokens, CORRECT), keys)
 
     at, position = accepted.unsqueeze(1), torch.arange(n + 1, device=drafts.device)
-    valid = target.valid.view(rows, n + 1).gather(1, at)
-    last = torch.where(valid, sampled.gather(1, at), -1)
-    more = torch.cat([drafts, torch.full_like(at, -1)], 1)
+    last = torch.where(here.valid, keys.argmax(1, keepdim=True), -1)
+    more, of_more = (torch.nn.functional.pad(t, (0, 1)) for t in (drafts, of_p))
     found = torch.where(position < at, more, torch.where(position == at, last, -1))
-    logprobs = p.gather(2, found.clamp(min=0).unsqueeze(2)).squeeze(2).log().masked_fill(found < 0, 0.0)
-    return Verified(accepted, found, logprobs.to(dtype), valid.squeeze(1))
+    probability = torch.where(position < at, of_more, p.gather(1, last.clamp(min=0)))
+    return Verified(accepted, found, probability.log().masked_fill(found < 0, 0.0).to(dtype), here.valid.squeeze(1))
+
+
+def _probability_of(found: Distribution, token: Tensor) -> Tensor:
+    """The probability of one token of each row, float64; NaN in rows that are not valid."""
+    column = (found.tokens == token.unsqueeze(1)).byte().argmax(1, keepdim=True)
+    p = (found.z.gather(1, column) / found.temperature - found.log_sum).exp()
+    return p.masked_fill(~found.kept.gather(1, column), 0.0).masked_fill(~found.valid, torch.nan).squeeze(1)
 
 
 def _probabilities(found: Distribution) -> Tensor:
