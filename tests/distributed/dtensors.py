@@ -285,6 +285,7 @@ def bad_input_is_an_error(mesh: DeviceMesh, other: DeviceMesh) -> None:
         (NotImplementedError, "out is not available", lambda: osm.softmax(cut, out=cut)),
         (NotImplementedError, "batch_invariant is not", lambda: osm.softmax(cut, batch_invariant=True)),
         (NotImplementedError, "reduce one dim at a time", lambda: osm.logsumexp(cut, (0, 1))),
+        (TypeError, "the array is a DTensor", lambda: osm.State.of(cut)),
         (NotImplementedError, "target with class probabilities is not", lambda: osm.cross_entropy(cut, x.softmax(1))),
         (NotImplementedError, "return_stats is not", lambda: osm.cross_entropy(cut, target, return_stats=True)),
         (NotImplementedError, "inplace_backward", lambda: osm.cross_entropy(cut, target, inplace_backward=True)),

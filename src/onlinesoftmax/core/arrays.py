@@ -34,7 +34,7 @@ def namespace(x: Array) -> Any:
     """Return the functions for the array library of x.
 
     Raises:
-        TypeError: x is not a NumPy, torch or JAX array, is masked or a matrix, or its dtype is not floating point.
+        TypeError: x is not a NumPy, torch or JAX array; is masked, a matrix or a DTensor; or is not floating point.
         RuntimeError: x is a nested or a sparse tensor.
     """
     kind = array_kind(x)
@@ -100,9 +100,11 @@ def check_plain(what: str, x: Array) -> None:
     """Check that arithmetic keeps the meaning of an array; the error begins with `what`.
 
     Raises:
-        TypeError: x is a masked array or a matrix of NumPy.
+        TypeError: x is a masked array or a matrix of NumPy, or a DTensor.
         RuntimeError: x is a nested or a sparse tensor of torch, or one of another layout.
     """
+    if is_dtensor(type(x)):
+        raise TypeError(f"{what} is a DTensor; make the state of its to_local(), and all_reduce it over the processes")
     if array_kind(x) == "torch":
         check_strided(what, x, sys.modules["torch"].strided)
     if isinstance(x, np.ma.MaskedArray):

@@ -104,7 +104,7 @@ class State:
 
         Raises:
             TypeError: x is not a floating-point NumPy, torch or JAX array, or a weight is no array of real numbers of
-                the same kind; masked arrays and matrices are refused.
+                the same kind; masked arrays, matrices and DTensors are refused.
             ValueError: a weight does not broadcast to the shape of x, or is on another device.
             RuntimeError: x or a weight is a nested or a sparse tensor.
             IndexError: dim is out of range.
