@@ -257,6 +257,9 @@ def class_probabilities_and_statistics(mesh: DeviceMesh) -> None:
     x, placements = random(ROWS, COLS), (Shard(0), Replicate())
     cut, likely = cut_tensor(x, mesh, placements), random(ROWS, COLS, seed=1).softmax(1)
     near(osm.cross_entropy(cut, likely), functional.cross_entropy(x, likely), whole_on(mesh))
+    # One process has the row, and the others have none.
+    one = cut_tensor(x[:1], mesh, placements)
+    near(osm.cross_entropy(one, likely[:1]), functional.cross_entropy(x[:1], likely[:1]), whole_on(mesh))
     target = tensor(range(ROWS))
     (want, theirs), (loss, mine) = (osm.cross_entropy(t, target, return_stats=True) for t in (x, cut))
     near(loss, want, whole_on(mesh))

@@ -129,7 +129,10 @@ class MeshLayout(NamedTuple):
         ahead = len(self.shape) - t.dim()
 
         def of(placement: Any) -> Any:
-            broadcasts = not placement.is_shard() or placement.dim < ahead or t.shape[placement.dim - ahead] == 1
+            if not placement.is_shard() or placement.dim < ahead:
+                return Replicate()
+            # A dimension that has size 1 in the input too is cut as that of the input: most processes have none of it.
+            broadcasts = t.shape[placement.dim - ahead] == 1 != self.shape[placement.dim]
             return Replicate() if broadcasts else Sharding(placement.dim - ahead)
 
         wanted = tuple(of(placement) for placement in self.placements)
