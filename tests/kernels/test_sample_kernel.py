@@ -16,6 +16,8 @@ from cuda_simulator import simulate_own
 from hard_logits import assert_same_samples
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
+from onlinesoftmax.sampling.arguments import checked_logits, checked_parameters
+from onlinesoftmax.sampling.distribution import KeptRows, distribution_of
 from onlinesoftmax.sampling.kernels import cuda, source, unfiltered_launch
 from pairs import rest_exhaustive
 
@@ -34,11 +36,12 @@ def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> 
     # Shared memory holds the slices of several blocks.
     tiles = -(-source.slice_of(cols, cluster) // (512 * source.TOKENS)) if aligned and cluster > 1 else 0
     shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, 512, 2, aligned, tiles)
-    dtypes = dict.fromkeys(("token", "kept", "top_tokens"), torch.int64)
+    dtypes = dict.fromkeys(("token", "kept", "top_tokens", "kept_key", "kept_mass"), torch.int64)
     operands = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "offset": 0}
     operands |= {name: value for name, value in given.items() if name in operands}
     tensors = {name: value for name, value in operands.items() if isinstance(value, Tensor)}
-    shapes = {name: (rows, top) if name.startswith("top_") else (rows,) for name in osm.sampling.Sampled._fields}
+    names = (*osm.sampling.Sampled._fields, "kept_key", "kept_mass")
+    shapes = {name: (rows, top) if name.startswith("top_") else (rows,) for name in names}
     out = {name: torch.empty(size, dtype=dtypes.get(name, torch.float32)) for name, size in shapes.items()}
     out["valid"] = torch.empty(rows, dtype=torch.bool)
     flags = given.get("ties") == "first", given.get("logprobs") == "raw"
@@ -59,6 +62,20 @@ def _number(name: str, value: Any) -> int:
 def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None:
     got = simulated(x, cluster, folder, top, **given)
     assert_same_samples(got, osm.sample(x, top_logprobs=top, **given)._asdict())
+    rows, cols = x.shape
+    filters = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    filters["temperature"] = given.get("temperature", 1.0)
+    parameters = checked_parameters(
+        checked_logits("sample", x, 1, 1.0, None, None, None), *filters.values(), given.get("ties", "keep")
+    )
+    kept = KeptRows(x, parameters, got["kept_key"], got["kept_mass"])
+    want = distribution_of(x.float(), parameters)
+    same, valid = kept.at(torch.arange(rows)), want.valid.squeeze(1)
+    by_id = [torch.empty_like(t).scatter(1, want.tokens, t)[valid] for t in (want.kept, want.z)]
+    assert torch.equal(same.valid, want.valid)
+    assert all(map(torch.equal, (same.kept[valid], same.z[valid], same.log_sum[valid]), (*by_id, want.log_sum[valid])))
+    chosen = got["token"].clamp(0, cols - 1)
+    assert torch.equal(kept.of(chosen).probabilities()[valid], want.of(chosen).probabilities()[valid])
 
 
 @pytest.mark.parametrize(

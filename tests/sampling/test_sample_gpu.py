@@ -80,3 +80,24 @@ def test_scores_with_options_are_sampled_as_on_a_cpu(filters: dict[str, Any], dt
     for name in ("token", "kept", "valid"):
         assert torch.equal(getattr(found, name).cpu(), getattr(want, name)), name
     assert want.valid.tolist() == [True, True, False, True, True, True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filters", [{"top_k": 40, "ties": "first"}, {"top_p": 0.9, "min_p": 0.01}, {}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("has_draft", [True, False])
+def test_drafts_are_verified_as_on_a_cpu(filters: dict[str, Any], dtype: torch.dtype, has_draft: bool) -> None:
+    g = torch.Generator().manual_seed(6)
+    target = (torch.randn(9, 4, 5003, generator=g) * 2).to(dtype)
+    draft = (target[:, :3].float() + torch.randn(9, 3, 5003, generator=g) * 0.3).to(dtype)
+    target[4, 1, 7] = torch.nan
+    numbers = {"seed": torch.arange(9), "temperature": torch.linspace(0, 1.6, 9)}
+    drafts = [osm.sample(draft[:, i], offset=i, **numbers, **filters).token for i in range(3)]
+    tokens = torch.stack(drafts, 1)
+    tokens[2, 1] = -1
+    want = osm.verify(target, tokens, draft if has_draft else None, **numbers, **filters)
+    on_gpu = {name: t.cuda() for name, t in numbers.items()}
+    found = osm.verify(target.cuda(), tokens.cuda(), draft.cuda() if has_draft else None, **on_gpu, **filters)
+    for name in ("accepted", "tokens", "valid"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(want, name)), name
+    assert torch.allclose(found.logprobs.cpu(), want.logprobs, rtol=1e-6, atol=1e-6, equal_nan=True)

@@ -14,6 +14,7 @@ import torch
 from ..core.options import LARGEST_FLOAT32
 from .masses import MASS_BITS, POWER_OF_TWO
 from .order import largest
+from .philox import LOW
 from .results import Sampled, Support
 from .rules import Parameters
 
@@ -41,6 +42,72 @@ class Distribution(NamedTuple):
     temperature: Tensor
     log_sum: Tensor
     valid: Tensor
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of a row."""
+        return self.z.shape[1]
+
+    def at(self, rows: Tensor) -> Distribution:
+        """The distribution of some rows."""
+        return Distribution(*[t[rows] for t in self])
+
+    def of(self, token: Tensor) -> Distribution:
+        """One token of each row."""
+        column = (self.tokens == token.unsqueeze(1)).byte().argmax(1, keepdim=True)
+        tokens, z, kept = (t.gather(1, column) for t in (self.tokens, self.z, self.kept))
+        return self._replace(tokens=tokens, z=z, kept=kept)
+
+    def probabilities(self) -> Tensor:
+        """The probability of each token, in the order of `tokens`; NaN in rows that are not valid."""
+        p = (self.z / self.temperature - self.log_sum).exp().masked_fill(~self.kept, 0.0)
+        return p.masked_fill(~self.valid, torch.nan)
+
+
+class KeptRows(NamedTuple):
+    """Rows of which a kernel has found what is kept; their distributions are made where they are needed.
+
+    Attributes:
+        scores: Scores (rows, tokens), in the order of the token ids.
+        parameters: Temperature and filters.
+        key: The least sort key that top_k and top_p keep: a word in the order of the scores, and the inverted token id,
+            which decides between equal scores; (rows,) int64.
+        mass: The mass of the kept tokens, (rows,) int64.
+    """
+
+    scores: Tensor
+    parameters: Parameters
+    key: Tensor
+    mass: Tensor
+
+    @property
+    def length(self) -> int:
+        """Number of tokens of a row."""
+        return self.scores.shape[1]
+
+    def at(self, rows: Tensor) -> Distribution:
+        """The distribution of some rows."""
+        some = KeptRows(self.scores[rows], self.parameters.map(lambda t: t[rows]), self.key[rows], self.mass[rows])
+        m, ids = some.scores.amax(1, keepdim=True), torch.arange(self.length, device=self.key.device)
+        return some._distribution(some.scores, m, ids.expand_as(some.scores))
+
+    def of(self, token: Tensor) -> Distribution:
+        """One token of each row."""
+        ids = token.unsqueeze(1)
+        return self._distribution(self.scores.gather(1, ids), self.scores.amax(1, keepdim=True), ids)
+
+    def _distribution(self, scores: Tensor, m: Tensor, ids: Tensor) -> Distribution:
+        """The distribution of some tokens of each row, whose largest score is m."""
+        m, given, key = m.double(), self.parameters, self.key.unsqueeze(1)
+        temperature, _, valid = constants_of(m, given)
+        z = below(scores, m)
+        # The bits of a negative number grow with its magnitude, so all but the sign are turned; the key 0 is below all.
+        bits = ((key >> 32 & LOW) - 2**31).int()
+        least = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32).masked_fill(key == 0, -torch.inf)
+        kept = (scores > least) | ((scores == least) & (ids <= (~key & LOW)))
+        # A greedy row keeps the token of the key alone.
+        kept = kept & (z > -torch.inf) & (reaches_min_p(z, temperature, given) | (given.temperature.unsqueeze(1) == 0))
+        return Distribution(ids, z, kept, m, temperature, log_of(self.mass.unsqueeze(1)), valid)
 
 
 def distribution_of(scores: Tensor, given: Parameters) -> Distribution:

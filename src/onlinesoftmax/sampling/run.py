@@ -8,11 +8,12 @@ from typing import Any
 import torch
 
 from ..torch.fast_path import is_transformed
-from ..torch.formulas import PLAIN_TYPES
+from ..torch.formulas import PLAIN_TYPES, accumulator_of
 from ..torch.gradients import is_traced, reads_cuda
 from .arguments import LARGEST_INT64, Logits, in_rows
 from .distribution import (
     Distribution,
+    KeptRows,
     distribution_of,
     log_of,
     log_sum_of,
@@ -64,14 +65,24 @@ def _by_kernel(
     logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int
 ) -> Sampled | None:
     """`sample` of flat rows by a kernel; None where none takes the call."""
-    x, plain = logits.x, logits.options.plain
-    if is_traced(x) or type(x) not in PLAIN_TYPES or not reads_cuda(x) or is_transformed() or x.dtype == torch.float64:
+    if not _kernels_take(logits):
         return None
     from .kernels import cuda
 
-    rows = in_rows(x, logits.dim) if plain else logits.scores()
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    rows = _adjacent(in_rows(logits.x, logits.dim) if logits.options.plain else logits.scores())
     return cuda.sample(rows, parameters, seed, offset, raw, top)
+
+
+def _kernels_take(logits: Logits) -> bool:
+    """True where our kernels may take a call."""
+    x = logits.x
+    plain = type(x) in PLAIN_TYPES and not is_traced(x) and not is_transformed()
+    return plain and reads_cuda(x) and x.dtype != torch.float64
+
+
+def _adjacent(rows: Tensor) -> Tensor:
+    """Rows whose tokens are adjacent in memory."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
@@ -122,14 +133,25 @@ def verify(
         seed, offset: What the noise of the first position of each row is made of.
     """
     *rows, n = drafts.shape
-    scores, positions = target.scores(), torch.arange(n + 1, device=drafts.device)
-    of_target = distribution_of(scores, parameters.map(lambda t: t.repeat_interleave(n + 1)))
-    of_draft = None
-    if draft is not None:
-        of_draft = distribution_of(draft.scores(), parameters.map(lambda t: t.repeat_interleave(n)))
+    positions = torch.arange(n + 1, device=drafts.device)
+    of_target = _kept(target, parameters.map(lambda t: t.repeat_interleave(n + 1)))
+    of_draft = None if draft is None else _kept(draft, parameters.map(lambda t: t.repeat_interleave(n)))
     seeds = seed.repeat_interleave(n + 1), (offset.unsqueeze(1) + positions).flatten()
-    left = verified(of_target, drafts.reshape(seed.shape[0], n).long(), of_draft, *seeds, scores.dtype)
+    dtype = accumulator_of(target.x.dtype, target.x.dtype)
+    left = verified(of_target, drafts.reshape(seed.shape[0], n).long(), of_draft, *seeds, dtype)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
+
+
+def _kept(logits: Logits, parameters: Parameters) -> Distribution | KeptRows:
+    """What is kept of each row of logits without score options, by a kernel or in PyTorch's operations."""
+    if _kernels_take(logits):
+        from .kernels import cuda
+
+        rows = _adjacent(in_rows(logits.x, logits.dim))
+        found = cuda.kept_of(rows, parameters)
+        if found is not None:
+            return KeptRows(rows, parameters, *found)
+    return distribution_of(logits.scores(), parameters)
 
 
 def _without_filters(found: Distribution, wide: bool) -> Distribution:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .distribution import Distribution
+from .distribution import Distribution, KeptRows
 from .noise import gumbel, uniform
 from .philox import ACCEPT, CORRECT
 from .results import Verified
@@ -18,7 +18,12 @@ Tensor = torch.Tensor
 
 
 def verified(
-    target: Distribution, drafts: Tensor, draft: Distribution | None, seed: Tensor, offset: Tensor, dtype: torch.dtype
+    target: Distribution | KeptRows,
+    drafts: Tensor,
+    draft: Distribution | KeptRows | None,
+    seed: Tensor,
+    offset: Tensor,
+    dtype: torch.dtype,
 ) -> Verified:
     """What is left of the drafts.
 
@@ -30,11 +35,11 @@ def verified(
         seed, offset: What the noise of each position is made of, (rows * (n + 1),) int64.
         dtype: Dtype of the log-probabilities.
     """
-    (rows, n), tokens = drafts.shape, target.z.shape[1]
+    (rows, n), tokens = drafts.shape, target.length
     exists = (drafts >= 0) & (drafts < tokens)
     columns = drafts.where(exists, 0)
-    of_p = _probability_of(target, torch.nn.functional.pad(columns, (0, 1)).flatten()).view(rows, n + 1)[:, :n]
-    of_q = torch.ones_like(of_p) if draft is None else _probability_of(draft, columns.flatten()).view(rows, n)
+    of_p = target.of(torch.nn.functional.pad(columns, (0, 1)).flatten()).probabilities().view(rows, n + 1)[:, :n]
+    of_q = torch.ones_like(of_p) if draft is None else draft.of(columns.flatten()).probabilities().view(rows, n)
     chance = uniform(seed, offset, 1, ACCEPT).view(rows, n + 1)[:, :n]
     stays = exists & (chance * of_q < of_p)
     accepted = stays.long().cumprod(1).sum(1)
@@ -42,8 +47,8 @@ def verified(
     # One more token: it stands at the first draft that does not stay, or behind the last one.
     row = torch.arange(rows, device=drafts.device)
     place = row * (n + 1) + accepted
-    seed, offset, here = seed[place], offset[place], Distribution(*[t[place] for t in target])
-    p = _probabilities(here)
+    seed, offset, here = seed[place], offset[place], target.at(place)
+    p = _in_order(here, here.probabilities())
     # Where there is no draft, or nothing is left of p, the token is that of `sample`.
     keys = _in_order(here, here.z.masked_fill(~here.kept, -torch.inf))
     keys = keys + here.temperature * gumbel(seed, offset, tokens)
@@ -52,7 +57,8 @@ def verified(
         if draft is None:
             q = torch.zeros_like(p).scatter(1, columns.gather(1, at.unsqueeze(1)), 1.0)
         else:
-            q = _probabilities(Distribution(*[t[row * n + at] for t in draft]))
+            other = draft.at(row * n + at)
+            q = _in_order(other, other.probabilities())
         left = (p - q).clamp(min=0)
         corrects = exists.gather(1, at.unsqueeze(1)) & (accepted < n).unsqueeze(1) & (left.sum(1, keepdim=True) > 0)
         keys = torch.where(corrects, left.log() + gumbel(seed, offset, tokens, CORRECT), keys)
@@ -63,19 +69,6 @@ def verified(
     found = torch.where(position < at, more, torch.where(position == at, last, -1))
     probability = torch.where(position < at, of_more, p.gather(1, last.clamp(min=0)))
     return Verified(accepted, found, probability.log().masked_fill(found < 0, 0.0).to(dtype), here.valid.squeeze(1))
-
-
-def _probability_of(found: Distribution, token: Tensor) -> Tensor:
-    """The probability of one token of each row, float64; NaN in rows that are not valid."""
-    column = (found.tokens == token.unsqueeze(1)).byte().argmax(1, keepdim=True)
-    p = (found.z.gather(1, column) / found.temperature - found.log_sum).exp()
-    return p.masked_fill(~found.kept.gather(1, column), 0.0).masked_fill(~found.valid, torch.nan).squeeze(1)
-
-
-def _probabilities(found: Distribution) -> Tensor:
-    """Probabilities of all tokens, (rows, tokens) float64; NaN in rows that are not valid."""
-    p = (found.z / found.temperature - found.log_sum).exp().masked_fill(~found.kept, 0.0)
-    return _in_order(found, p).masked_fill(~found.valid, torch.nan)
 
 
 def _in_order(found: Distribution, t: Tensor) -> Tensor:

@@ -39,6 +39,20 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     return None if run is None else run(scores, parameters.temperature, seed, offset, parameters[1:4])
 
 
+def kept_of(scores: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor] | None:
+    """What is kept of each row of logits (rows, tokens) on a GPU, (rows,) int64; None if no kernel takes them.
+
+    Returns:
+        The least sort key that top_k and top_p keep, as key_of in scores.cuh makes it, and the mass of the kept tokens.
+    """
+    run = _bind_filtered(scores, (len(scores),), parameters, False, 0)
+    if run is None:
+        return None
+    key, mass = torch.empty(2, len(scores), dtype=torch.int64, device=scores.device)
+    run(scores, parameters.temperature, 0, 0, parameters[1:4], (key, mass))
+    return key, mass
+
+
 def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int) -> Run | None:
     """The function run(x, temperature, seed, offset, filters) that samples a token of each row; None if no kernel does.
 
@@ -53,6 +67,13 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
     """
     if is_unfiltered(parameters.filters, top):
         return unfiltered_launch.bind(scores, rows, raw)
+    return _bind_filtered(scores, rows, parameters, raw, top)
+
+
+def _bind_filtered(
+    scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int
+) -> Callable[..., Sampled] | None:
+    """`bind` of sample.cuh; its function takes two more tensors, kept_key and kept_mass, that it fills."""
     (count, cols), dtype = scores.shape, str(scores.dtype).removeprefix("torch.")
     device = from_torch("cuda", scores.get_device())
     if refusal(dtype, count, device) or scores.stride(1) != 1 or top > MOST_TOP:
@@ -65,7 +86,9 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
 
 
 @lru_cache(MOST_ENTRIES)
-def _bound(shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, ...], index: int) -> Run:
+def _bound(
+    shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, ...], index: int
+) -> Callable[..., Sampled]:
     """`bind` of rows with these numbers, the first of NUMBERS."""
     plan, top = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row", numbers[-1]
     kind = Kind("sample", (count, numbers[1]), shape.dtype, f"cuda:{index}")
@@ -77,11 +100,14 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, 
     new = allocator(torch.device("cuda", index))
     take, give_back, whole, real = pool.take, pool.give_back, torch.int64, torch.float32
 
-    def run(x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any]) -> Sampled:
+    def run(
+        x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any],
+        more: tuple[Tensor | None, Tensor | None] = (None, None),
+    ) -> Sampled:  # fmt: skip
         if current_device() != index:
             # The default stream is that of the current device.
             with torch.cuda.device(index):
-                return run(x, temperature, seed, offset, filters)
+                return run(x, temperature, seed, offset, filters, more)
         token, kept, valid = new(rows, steps, whole), new(rows, steps, whole), new(rows, steps, torch.bool)
         logprob, lse = new(rows, steps, real), new(rows, steps, real)
         tops = (new(listed, list_steps, whole), new(listed, list_steps, real)) if top else (None, None)
@@ -97,7 +123,7 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, 
             else:
                 fields[at], fields[number] = 0, number_of(value)
         fields[_NARROW] = narrow
-        for i, t in enumerate((token, logprob, lse, kept, valid, *tops), _FIRST_RESULT):
+        for i, t in enumerate((token, logprob, lse, kept, valid, *tops, *more), _FIRST_RESULT):
             fields[i] = 0 if t is None else t.data_ptr()
         call.config.stream = stream_of(index)
         driver.launch(call, index, "launching sample_kernel")

@@ -350,6 +350,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
         p.lse[at] = row.valid ? float(row.m * rate + log_sum) : NOT_A_NUMBER;
         p.kept[at] = row.valid ? found.kept : 0;
         p.valid[at] = row.valid;
+        if (p.kept_key) {
+            p.kept_key[at] = row.greedy ? found.winner : kept.key;
+            p.kept_mass[at] = row.greedy ? int64(1) << MASS_BITS : int64(found.mass);
+        }
     }
 #pragma unroll 1
     for (int i = thread; i < p.top; i += THREADS) {

@@ -45,7 +45,7 @@ OVERHEAD = 8192
 
 POINTERS = (
     "x", "temperature", "top_k", "top_p", "min_p", "seed", "offset", "token", "logprob", "lse", "kept", "valid",
-    "top_tokens", "top_logprobs",
+    "top_tokens", "top_logprobs", "kept_key", "kept_mass",
 )  # fmt: skip
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
