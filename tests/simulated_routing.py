@@ -11,7 +11,7 @@ import torch
 from cuda_simulator import simulate_own
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.routing import eager, losses
-from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
+from onlinesoftmax.routing.kernels import gradient, gradient_launch, route_launch, source
 from onlinesoftmax.routing.results import Losses, Routed, losses_of, with_losses
 from onlinesoftmax.routing.rules import Call, Gradients, LossGradients, Rule, checked_rule
 from onlinesoftmax.routing.run import in_shape, training
@@ -38,7 +38,9 @@ def simulated(call: Call, folder: Path, parts: int, device: Device = SMALL) -> R
     x, rule, count = call.x, call.rule, len(call.x)
     dtype = str(x.dtype).removeprefix("torch.")
     tokens = call.tokens
-    shape = source.shape_of(rule, dtype, cuda.width_of(x), source.flags_of(call), tokens, call.sequences, device)
+    shape = source.shape_of(
+        rule, dtype, route_launch.width_of(x), source.flags_of(call), tokens, call.sequences, device
+    )
     assert shape is not None
     shape = shape._replace(threads=max(shape.team, 32))
     out = {
@@ -65,7 +67,7 @@ def simulated_gradient(
     """The gradient that the kernel writes."""
     x, rule = call.x, call.rule
     dtype = str(x.dtype).removeprefix("torch.")
-    shape = gradient.shape_of(rule, dtype, cuda.width_of(x), gradient.flags_of(call, given, losses))
+    shape = gradient.shape_of(rule, dtype, route_launch.width_of(x), gradient.flags_of(call, given, losses))
     shape = shape._replace(threads=max(shape.team, 32))
     dx = torch.full(x.shape, -5.0, dtype=x.dtype)
     arrays = dict(zip(gradient.POINTERS, gradient_launch.addresses(call, found, given, losses, dx), strict=True))

@@ -13,7 +13,7 @@ import cuda_simulator
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.routing import eager
-from onlinesoftmax.routing.kernels import cuda, gradient, gradient_launch, source
+from onlinesoftmax.routing.kernels import gradient, gradient_launch, route_launch, source
 from onlinesoftmax.routing.results import losses_of
 from onlinesoftmax.routing.rules import Call, Gradients
 from pairs import rest_exhaustive
@@ -76,7 +76,9 @@ def test_groups_of_adjacent_lanes(
     x = torch.cat([hard_rows(experts), close, logits(24, experts)]).to(dtype)
     for bias in (a_bias(experts), torch.zeros(experts), torch.full((experts,), 1e4), None):
         call = a_call(x, 5, 2, bias=bias, score=score, groups=groups, group_k=2, group_score=group_score)
-        shape = source.shape_of(call.rule, str(dtype)[6:], cuda.width_of(x), source.flags_of(call), 40, 2, SMALL)
+        shape = source.shape_of(
+            call.rule, str(dtype)[6:], route_launch.width_of(x), source.flags_of(call), 40, 2, SMALL
+        )
         assert shape is not None
         assert shape.group_lanes
         check(call, folder)
@@ -293,7 +295,7 @@ def gpu_equals_cpu(call: Call) -> None:
     """Compare results and gradients of the kernels with the formulas."""
     want = eager.found_at(call, eager.choose(call))
     for _ in range(2):
-        got = cuda.route(on_gpu(call))
+        got = route_launch.route(on_gpu(call))
         assert got is not None
         for name in ("indices", "counts"):
             assert torch.equal(getattr(got, name).cpu(), getattr(want, name)), name
@@ -333,7 +335,7 @@ def test_a_gpu_takes_more_logits_than_int32_counts() -> None:
     x = torch.empty(tokens, experts, dtype=torch.bfloat16, device="cuda")
     x.normal_(generator=torch.Generator("cuda").manual_seed(1))
     call = a_call(x, 8)
-    got = cuda.route(call)
+    got = route_launch.route(call)
     assert got is not None
     assert int(got.counts.sum()) == 8 * tokens
     dx = gradient_launch.gradient(call, got, Gradients(torch.ones_like(got.weights), None, torch.ones_like(got.lse)))

@@ -18,7 +18,7 @@ from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.arguments import checked_logits, checked_parameters
 from onlinesoftmax.sampling.distribution import KeptRows, distribution_of
-from onlinesoftmax.sampling.kernels import cuda, source, unfiltered_launch
+from onlinesoftmax.sampling.kernels import sample_launch, source, unfiltered_launch
 from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
@@ -70,12 +70,12 @@ def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None
     )
     kept = KeptRows(x, parameters, got["kept_key"], got["kept_mass"])
     want = distribution_of(x.float(), parameters)
-    same, valid = kept.at(torch.arange(rows)), want.valid.squeeze(1)
+    same, valid = kept.of_rows(torch.arange(rows)), want.valid.squeeze(1)
     by_id = [torch.empty_like(t).scatter(1, want.tokens, t)[valid] for t in (want.kept, want.z)]
     assert torch.equal(same.valid, want.valid)
     assert all(map(torch.equal, (same.kept[valid], same.z[valid], same.log_sum[valid]), (*by_id, want.log_sum[valid])))
     chosen = got["token"].clamp(0, cols - 1)
-    assert torch.equal(kept.of(chosen).probabilities()[valid], want.of(chosen).probabilities()[valid])
+    assert torch.equal(kept.of_token(chosen).probabilities()[valid], want.of_token(chosen).probabilities()[valid])
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,10 @@ def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict
         "offset": torch.arange(4) * 2**33,
     }
     check(x, cluster, folder, 7, **rows, **filters)
-    narrow = {name: torch.full((4,), value).to(cuda.NARROW_DTYPES[name != "top_k"]) for name, value in filters.items()}
+    narrow = {
+        name: torch.full((4,), value).to(sample_launch.NARROW_DTYPES[name != "top_k"])
+        for name, value in filters.items()
+    }
     check(x, cluster, folder, 7, seed=5, offset=2**40, temperature=0.7, **narrow)
 
 

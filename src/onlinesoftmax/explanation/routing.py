@@ -146,7 +146,7 @@ def _call_in_torch(
         import torch
 
         from ..routing import arguments
-        from ..routing.kernels import cuda
+        from ..routing.kernels import route_launch
 
     if torch.is_tensor(x):
         logits = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -156,7 +156,7 @@ def _call_in_torch(
         bias = torch.empty(bias)
     bias = bias.to("meta") if torch.is_tensor(bias) else bias
     call = arguments.checked_call(logits, bias, None, None, rule, True, prob_sums)
-    return call, cuda.width_of(cuda.adjacent(call.x))
+    return call, route_launch.width_of(route_launch.adjacent(call.x))
 
 
 def _call_in_jax(

@@ -91,9 +91,9 @@ def _by_kernel(call: Call) -> Routed | None:
     """The results of a call by a kernel; None where none takes the call."""
     if not reads_cuda(call.x):
         return None
-    from .kernels import cuda
+    from .kernels import route_launch
 
-    return cuda.route(call)
+    return route_launch.route(call)
 
 
 def bound(call: Call) -> Any:
@@ -101,9 +101,9 @@ def bound(call: Call) -> Any:
     aligned = call.bias is None or call.bias.data_ptr() % 16 == 0
     if not reads_cuda(call.x) or call.x.stride(1) != 1 or not aligned:
         return None
-    from .kernels import cuda
+    from .kernels import route_launch
 
-    return cuda.run_of(call)
+    return route_launch.run_of(call)
 
 
 def _gradient_by_kernel(

@@ -25,7 +25,8 @@ class Distribution(NamedTuple):
     """The distribution of each row, in float64.
 
     Attributes:
-        tokens: Token ids, (rows, columns) int64: in the order of their scores if a filter is given.
+        tokens: Token ids, (rows, columns) int64: by falling score if they come with a filter from `distribution_of`,
+            of equal scores the lower id first; otherwise by rising id.
         z: Score of each token less the largest, (rows, columns).
         kept: True for the tokens that can be sampled, (rows, columns).
         m: Largest score, (rows, 1).
@@ -48,12 +49,12 @@ class Distribution(NamedTuple):
         """Number of tokens of a row."""
         return self.z.shape[1]
 
-    def at(self, rows: Tensor) -> Distribution:
+    def of_rows(self, rows: Tensor) -> Distribution:
         """The distribution of some rows."""
         return Distribution(*[t[rows] for t in self])
 
-    def of(self, token: Tensor) -> Distribution:
-        """One token of each row."""
+    def of_token(self, token: Tensor) -> Distribution:
+        """One token of each row, in one column; the numbers of rows are those of whole rows."""
         column = (self.tokens == token.unsqueeze(1)).byte().argmax(1, keepdim=True)
         tokens, z, kept = (t.gather(1, column) for t in (self.tokens, self.z, self.kept))
         return self._replace(tokens=tokens, z=z, kept=kept)
@@ -70,9 +71,9 @@ class KeptRows(NamedTuple):
     Attributes:
         scores: Scores (rows, tokens), in the order of the token ids.
         parameters: Temperature and filters.
-        key: The least sort key that top_k and top_p keep: a word in the order of the scores, and the inverted token id,
-            which decides between equal scores; (rows,) int64.
-        mass: The mass of the kept tokens, (rows,) int64.
+        key: The least sort key that top_k and top_p keep, (rows,) int64; 0 if they keep all.  The high 32 bits of a key
+            are those of the score, in the order of integers; the low ones are those of the token id, inverted.
+        mass: The mass of the tokens that these and min_p keep, (rows,) int64.
     """
 
     scores: Tensor
@@ -85,14 +86,14 @@ class KeptRows(NamedTuple):
         """Number of tokens of a row."""
         return self.scores.shape[1]
 
-    def at(self, rows: Tensor) -> Distribution:
+    def of_rows(self, rows: Tensor) -> Distribution:
         """The distribution of some rows."""
         some = KeptRows(self.scores[rows], self.parameters.map(lambda t: t[rows]), self.key[rows], self.mass[rows])
         m, ids = some.scores.amax(1, keepdim=True), torch.arange(self.length, device=self.key.device)
         return some._distribution(some.scores, m, ids.expand_as(some.scores))
 
-    def of(self, token: Tensor) -> Distribution:
-        """One token of each row."""
+    def of_token(self, token: Tensor) -> Distribution:
+        """One token of each row, in one column; the numbers of rows are those of whole rows."""
         ids = token.unsqueeze(1)
         return self._distribution(self.scores.gather(1, ids), self.scores.amax(1, keepdim=True), ids)
 
@@ -101,12 +102,11 @@ class KeptRows(NamedTuple):
         m, given, key = m.double(), self.parameters, self.key.unsqueeze(1)
         temperature, _, valid = constants_of(m, given)
         z = below(scores, m)
-        # The bits of a negative number grow with its magnitude, so all but the sign are turned; the key 0 is below all.
+        # The bits of a negative number grow with its magnitude, so all but the sign are inverted.
         bits = ((key >> 32 & LOW) - 2**31).int()
         least = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32).masked_fill(key == 0, -torch.inf)
         kept = (scores > least) | ((scores == least) & (ids <= (~key & LOW)))
-        # A greedy row keeps the token of the key alone.
-        kept = kept & (z > -torch.inf) & (reaches_min_p(z, temperature, given) | (given.temperature.unsqueeze(1) == 0))
+        kept = kept & (z > -torch.inf) & reaches_min_p(z, temperature, given)
         return Distribution(ids, z, kept, m, temperature, log_of(self.mass.unsqueeze(1)), valid)
 
 
@@ -154,7 +154,7 @@ def reaches_min_p(z: Tensor, temperature: Tensor, given: Parameters) -> Tensor:
 
 
 def number_of(top_k: Tensor, finite: Tensor) -> Tensor:
-    """How many of so many tokens top_k keeps, ties apart, (rows, 1)."""
+    """How many of the `finite` tokens top_k keeps, if no scores are equal at its threshold, (rows, 1)."""
     k = top_k.unsqueeze(1)
     return torch.where(k > 0, torch.minimum(k, finite), finite)
 
@@ -165,7 +165,7 @@ def mass_of(top_p: Tensor, total: Tensor) -> Tensor:
 
 
 def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
-    """The masses as whole numbers, int64; 0 for NaN, whose row is not valid.
+    """exp(z / temperature) in units of 2^-MASS_BITS, rounded to int64; 0 for NaN, whose row is not valid.
 
     Args:
         z: Scores less the largest, float64.
@@ -240,7 +240,7 @@ def _number_kept(scores: Tensor, masses: Tensor, finite: Tensor, given: Paramete
     Args:
         scores: Scores.
         masses: As `masses_of` returns them.
-        finite: How many scores are above -inf, (rows, 1).
+        finite: How many scores less the largest are above -inf, (rows, 1).
         given: The parameters.
     """
     number = finite

@@ -1,6 +1,6 @@
 """Prepared calls of `sample` and of `topk_logprobs`: a repeated call on a GPU checks only its key.
 
-A temperature, a seed or an offset that is a number is no part of the key: a text has another offset at each token.
+A temperature, a seed or an offset that is a number is no part of the key: each token of a text has another offset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 def look_up_call(
     x: Any, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], arguments: tuple[Any, ...]
 ) -> tuple[tuple[Any, ...], Any]:
-    """(key, prepared call), as `look_up`: the key is () if the call is not to be prepared.
+    """(key, prepared call), as `look_up`: without a prepared call, the key is () if the call is not to be prepared.
 
     Args:
         x, temperature, seed, offset: Arguments of `sample`.
@@ -54,7 +54,7 @@ def look_up_call(
         if kind is Tensor:
             tensors.append(value)
         elif value is None or kind is int or kind is float:
-            # A top_k of 50.0 is an error, and equal to 50.
+            # A top_k of 50.0 is an error, but equal to 50, so the key has the types.
             numbers.append((kind, value))
             tensors.append(None)
         else:
@@ -85,14 +85,14 @@ def prepare(
     if not all(t.shape == logits.rows and t.device == x.device and t.is_contiguous() for t in tensors):
         return False
     if rows.data_ptr() != x.data_ptr():
-        return False
-    from .kernels import cuda
+        return False  # the rows are a copy
+    from .kernels import sample_launch
 
-    run = cuda.bind(rows, logits.rows, parameters, raw, arguments[2])
+    run = sample_launch.bind(rows, logits.rows, parameters, raw, arguments[2])
     if run is None:
         return False
-    ready = [t.dtype for t in tensors] == [t.dtype for t in _converted(*operands, *filters) if isinstance(t, Tensor)]
-    run = run if ready else partial(_run_converted, run)
+    converted = [t.dtype for t in _converted(*operands, *filters) if isinstance(t, Tensor)]
+    run = run if converted == [t.dtype for t in tensors] else partial(_run_converted, run)
     keep(PREPARED_CALLS, key, run if seed is not None else partial(_run_with_drawn_seeds, run, len(rows)))
     return True
 
@@ -114,6 +114,7 @@ def _converted(*operands: Any) -> list[Any]:
     ]
 
 
+# The first of each is that to convert to.
 _DTYPES = [(torch.float32,), *[(torch.int64,)] * 2, (torch.int64, torch.int32), *[(torch.float64, torch.float32)] * 2]
 
 

@@ -67,10 +67,10 @@ def _by_kernel(
     """`sample` of flat rows by a kernel; None where none takes the call."""
     if not _kernels_take(logits):
         return None
-    from .kernels import cuda
+    from .kernels import sample_launch
 
     rows = _adjacent(in_rows(logits.x, logits.dim) if logits.options.plain else logits.scores())
-    return cuda.sample(rows, parameters, seed, offset, raw, top)
+    return sample_launch.sample(rows, parameters, seed, offset, raw, top)
 
 
 def _kernels_take(logits: Logits) -> bool:
@@ -145,10 +145,10 @@ def verify(
 def _kept(logits: Logits, parameters: Parameters) -> Distribution | KeptRows:
     """What is kept of each row of logits without score options, by a kernel or in PyTorch's operations."""
     if _kernels_take(logits):
-        from .kernels import cuda
+        from .kernels import sample_launch
 
         rows = _adjacent(in_rows(logits.x, logits.dim))
-        found = cuda.kept_of(rows, parameters)
+        found = sample_launch.thresholds(rows, parameters)
         if found is not None:
             return KeptRows(rows, parameters, *found)
     return distribution_of(logits.scores(), parameters)

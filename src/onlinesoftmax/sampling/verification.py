@@ -25,21 +25,21 @@ def verified(
     offset: Tensor,
     dtype: torch.dtype,
 ) -> Verified:
-    """What is left of the drafts.
+    """Decides which drafts stay, and samples the token that follows them.
 
     Args:
         target: Distribution of each position of each row, of rows * (n + 1) rows.
-        drafts: Drafted tokens (rows, n) int64; -1 where a row has fewer.
+        drafts: Drafted tokens (rows, n) int64; a number that is no token where a row has fewer.
         draft: Distribution that each draft was sampled from, of rows * n rows; None for a draft without one, as from
             greedy decoding, whose probability counts as 1.
-        seed, offset: What the noise of each position is made of, (rows * (n + 1),) int64.
+        seed, offset: Those of each position, (rows * (n + 1),) int64.
         dtype: Dtype of the log-probabilities.
     """
     (rows, n), tokens = drafts.shape, target.length
     exists = (drafts >= 0) & (drafts < tokens)
     columns = drafts.where(exists, 0)
-    of_p = target.of(torch.nn.functional.pad(columns, (0, 1)).flatten()).probabilities().view(rows, n + 1)[:, :n]
-    of_q = torch.ones_like(of_p) if draft is None else draft.of(columns.flatten()).probabilities().view(rows, n)
+    of_p = target.of_token(torch.nn.functional.pad(columns, (0, 1)).flatten()).probabilities().view(rows, n + 1)[:, :n]
+    of_q = torch.ones_like(of_p) if draft is None else draft.of_token(columns.flatten()).probabilities().view(rows, n)
     chance = uniform(seed, offset, 1, ACCEPT).view(rows, n + 1)[:, :n]
     stays = exists & (chance * of_q < of_p)
     accepted = stays.long().cumprod(1).sum(1)
@@ -47,20 +47,23 @@ def verified(
     # One more token: it stands at the first draft that does not stay, or behind the last one.
     row = torch.arange(rows, device=drafts.device)
     place = row * (n + 1) + accepted
-    seed, offset, here = seed[place], offset[place], target.at(place)
+    seed, offset, here = seed[place], offset[place], target.of_rows(place)
     p = _in_order(here, here.probabilities())
-    # Where there is no draft, or nothing is left of p, the token is that of `sample`.
+    # The token of `sample`: where all drafts stay, where a row has no more of them, and where nothing is left of p.
     keys = _in_order(here, here.z.masked_fill(~here.kept, -torch.inf))
     keys = keys + here.temperature * gumbel(seed, offset, tokens)
     if n:
-        at = accepted.clamp(max=n - 1)
+        rejected = accepted.clamp(max=n - 1)
         if draft is None:
-            q = torch.zeros_like(p).scatter(1, columns.gather(1, at.unsqueeze(1)), 1.0)
+            q = torch.zeros_like(p).scatter(1, columns.gather(1, rejected.unsqueeze(1)), 1.0)
         else:
-            other = draft.at(row * n + at)
+            other = draft.of_rows(row * n + rejected)
             q = _in_order(other, other.probabilities())
         left = (p - q).clamp(min=0)
-        corrects = exists.gather(1, at.unsqueeze(1)) & (accepted < n).unsqueeze(1) & (left.sum(1, keepdim=True) > 0)
+        corrects = (
+            exists.gather(1, rejected.unsqueeze(1)) & (accepted < n).unsqueeze(1) & (left.sum(1, keepdim=True) > 0)
+        )
+        # The probabilities have the temperature already.
         keys = torch.where(corrects, left.log() + gumbel(seed, offset, tokens, CORRECT), keys)
 
     at, position = accepted.unsqueeze(1), torch.arange(n + 1, device=drafts.device)

@@ -15,8 +15,8 @@ from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ..results import Routed
 from ..rules import Call, Gradients, LossGradients, Rule
-from .cuda import adjacent, dtype_of, width_of
 from .gradient import Shape, flags_of, launch_of, shape_of
+from .route_launch import adjacent, dtype_of, width_of
 from .source import MOST_TOKENS
 
 Tensor = torch.Tensor

@@ -2,18 +2,19 @@
 
 struct Sampling {
     const X* x;
-    // Null for the numbers below.  Filters are int64 and double, or, as `narrow` says, int and float.
+    // One for each row; where the pointer is null, the number below counts for all rows.  Filters are int64 and double, or,
+    // as `narrow` says, int and float.
     const float* temperature; const void* top_k; const void* top_p; const void* min_p;
     const int64* seed; const int64* offset;
     int64* token; float* logprob; float* lse; int64* kept; unsigned char* valid;
     int64* top_tokens; float* top_logprobs;
     uint64* kept_key; int64* kept_mass;   // the least sort key that is kept, min_p apart, and the mass that is kept; or null
-    int64 stride, cols, slice;
+    int64 stride, cols, slice;   // in tokens: from row to row, of a row, of a block
     int64 first;   // 1 to keep the lowest ids of the tokens that are equal at a threshold
     int64 raw;     // 1 for log-probabilities of all tokens at the temperature 1
     int64 top;     // number of the largest log-probabilities
     int64 narrow;  // 1 for top_k, 2 for top_p and 4 for min_p that have 32 bits
-    // The same for all rows; 0, 1 and 0 for filters that are not given.
+    // The same for all rows.  A filter that is not given has top_k 0, top_p 1 or min_p 0.
     int64 temperature_bits, top_k_number;
     double top_p_number, min_p_number;
     int64 seed_number, offset_number;
@@ -32,7 +33,7 @@ struct Sampling {
     }
 };
 
-// Reads the parameters of a row.
+// Reads the parameters of a row, checks them, and derives what the row needs.
 __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     const float temperature = p.temperature_of(at);
     const double top_p = p.top_p_of(at), min_p = p.min_p_of(at);
@@ -48,15 +49,15 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// What takes long is computed by other warps meanwhile: the numbers that depend on a division.
+// What takes long, by a warp beside that of `prepare`: the numbers that depend on a division or a logarithm.
 __device__ inline void prepare_rate(const Sampling& p, int64 at, Row& row) {
     const float temperature = p.temperature_of(at);
     const double divisor = temperature > 0 && temperature < INF ? temperature : 1, top_p = p.top_p_of(at);
     row.rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
-    // Behind this distance, 2^32 tokens have less than 1 - top_p of the mass together.
+    // Behind this distance from the largest score, 2^32 tokens have less than 1 - top_p, or 1e-9, of its mass together.
     row.span = float(divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - top_p), 1e-9f)));
 }
-// And the least score, minus the largest, that min_p keeps of a row.
+// The least score, minus the largest, that min_p keeps of a row.
 __device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
     const double divisor = p.temperature_of(at), min_p = p.min_p_of(at);
     row.least = divisor == 0 || min_p <= 0 ? -INF : divisor * natural_log(fmin(min_p, 1.0));

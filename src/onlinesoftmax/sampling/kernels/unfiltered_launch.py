@@ -38,7 +38,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
     or int64.
 
     Args:
-        scores: Logits (rows, tokens) on a GPU that are the scores: no score option is given.
+        scores: Scores (rows, tokens) on a GPU: logits to which score options have been applied.
         rows: Shape of the results.
         raw: As for `sample` in run.py.
     """

@@ -1,4 +1,4 @@
-"""The launch of the kernels that sample: a token of each row from its logits."""
+"""The launch of sample.cuh, which samples with filters; calls without one go to unfiltered_launch.py."""
 
 from __future__ import annotations
 
@@ -25,25 +25,28 @@ from .which_kernel import is_unfiltered, refusal
 Tensor = torch.Tensor
 
 NARROW_DTYPES = torch.int32, torch.float32
-"""Dtypes of filters that the kernel reads as well as int64 and float64."""
+"""The dtypes of filters of 32 bits that the kernel reads, besides int64 and float64."""
 
 
 def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled | None:
     """A token of each row of logits (rows, tokens) on a GPU; None if no kernel takes them.
 
     Args:
-        scores: Logits that are the scores: no score option is given.
+        scores: The scores: logits to which score options have been applied.
         parameters, seed, offset, raw, top: As for `sample` in run.py.
     """
     run = bind(scores, (len(scores),), parameters, raw, top)
     return None if run is None else run(scores, parameters.temperature, seed, offset, parameters[1:4])
 
 
-def kept_of(scores: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor] | None:
+def thresholds(scores: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor] | None:
     """What is kept of each row of logits (rows, tokens) on a GPU, (rows,) int64; None if no kernel takes them.
 
+    The kernel samples a token of each row too, which nobody reads.
+
     Returns:
-        The least sort key that top_k and top_p keep, as key_of in scores.cuh makes it, and the mass of the kept tokens.
+        The least sort key that top_k and top_p keep, as key_of in scores.cuh makes it; and the mass of the tokens that
+        these and min_p keep.
     """
     run = _bind_filtered(scores, (len(scores),), parameters, False, 0)
     if run is None:
@@ -60,7 +63,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
     of `Parameters`, or the filters in NARROW_DTYPES: these are top_k, top_p and min_p, None for one that is absent.
 
     Args:
-        scores: Logits (rows, tokens) on a GPU that are the scores: no score option is given.
+        scores: Scores (rows, tokens) on a GPU: logits to which score options have been applied.
         rows: Shape of the results.
         parameters: Those of a call; only which filters it has, and its ties, count.
         raw, top: As for `sample` in run.py.
@@ -73,7 +76,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
 def _bind_filtered(
     scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int
 ) -> Callable[..., Sampled] | None:
-    """`bind` of sample.cuh; its function takes two more tensors, kept_key and kept_mass, that it fills."""
+    """`bind` of sample.cuh; its function takes one more argument: the pair of kept_key and kept_mass, to be filled."""
     (count, cols), dtype = scores.shape, str(scores.dtype).removeprefix("torch.")
     device = from_torch("cuda", scores.get_device())
     if refusal(dtype, count, device) or scores.stride(1) != 1 or top > MOST_TOP:
@@ -89,10 +92,10 @@ def _bind_filtered(
 def _bound(
     shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, ...], index: int
 ) -> Callable[..., Sampled]:
-    """`bind` of rows with these numbers, the first of NUMBERS."""
+    """`bind` of rows with these numbers, those of NUMBERS from stride to top."""
     plan, top = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row", numbers[-1]
     kind = Kind("sample", (count, numbers[1]), shape.dtype, f"cuda:{index}")
-    note_plan(kind, plan, "filters are given, or tokens are listed")
+    note_plan(kind, plan, "filters are given, tokens are listed, or drafts are verified")
     listed = (*rows, top)
     steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
     stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
@@ -116,12 +119,12 @@ def _bound(
         fields[0] = x.data_ptr()
         narrow = 0
         operands = temperature, *filters, seed, offset
-        for value, (at, number, number_of, flag) in zip(operands, _OPERANDS, strict=True):
+        for value, (at, number, word_of, flag) in zip(operands, _OPERANDS, strict=True):
             if isinstance(value, Tensor):
                 fields[at] = value.data_ptr()
                 narrow |= flag if flag and value.dtype in NARROW_DTYPES else 0
             else:
-                fields[at], fields[number] = 0, number_of(value)
+                fields[at], fields[number] = 0, word_of(value)
         fields[_NARROW] = narrow
         for i, t in enumerate((token, logprob, lse, kept, valid, *tops, *more), _FIRST_RESULT):
             fields[i] = 0 if t is None else t.data_ptr()
@@ -135,7 +138,7 @@ def _bound(
 
 _FIRST_RESULT, _NARROW = POINTERS.index("token"), len(POINTERS) + NUMBERS.index("narrow")
 
-_NUMBER_OF: dict[str, Callable[[Any], int]] = {
+_WORD_OF: dict[str, Callable[[Any], int]] = {
     "temperature": lambda t: bits_of(t, "<f"),
     "top_k": lambda k: k or 0,
     "top_p": lambda p: bits_of(1.0 if p is None else p, "<d"),
@@ -143,10 +146,13 @@ _NUMBER_OF: dict[str, Callable[[Any], int]] = {
     "seed": int,
     "offset": int,
 }
-"""What the kernel gets of an operand that is a number, or None for a filter that is not given."""
+"""The 64-bit word that the kernel gets of an operand that is a number, or None for a filter that is not given."""
 
 _OPERANDS = [
-    (POINTERS.index(name), _NARROW + 1 + i, number_of, NARROW.get(name, 0))
-    for i, (name, number_of) in enumerate(_NUMBER_OF.items())
+    (POINTERS.index(name), _NARROW + 1 + i, word_of, NARROW.get(name, 0))
+    for i, (name, word_of) in enumerate(_WORD_OF.items())
 ]
-"""Where the kernel has an operand as a tensor and as a number, how it gets the number, and its flag in `narrow`."""
+"""The fields of each operand as a tensor and as a number, the word of the number, and its flag in `narrow`.
+
+The operands are in the order of the numbers from temperature_bits on.
+"""
