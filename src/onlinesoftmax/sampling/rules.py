@@ -94,7 +94,7 @@ def checked_part(
     caller = f"{name}()"
     library.check_array(caller, argument, logits)
     if type(logits).__name__ == "DTensor":
-        raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take")
+        raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take; pass its full_tensor()")
     if library.kind_of(logits) != "floating":
         raise NotImplementedError(f"{caller}: {argument} must be floating point, got {logits.dtype}")
     axis = checked_dim(name, dim, logits.ndim)
