@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import onlinesoftmax
+from onlinesoftmax.torch import namespace
 
 FRAMEWORKS = ("torch", "triton", "jax", "jaxlib", "cuda", "typer", "rich", "safetensors", "ml_dtypes", "sklearn")
 
@@ -184,3 +186,15 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("onlinesoftmax runs from its source folder here, without being installed")
     assert onlinesoftmax.__version__ == installed
+
+
+def test_two_copies_of_the_package_wait_for_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package and a copy of it from the hub each look for the same module of torch, and do not ask each other."""
+    (tmp_path / "awaited_by_two.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[str] = []
+    for copy in ("package", "hub"):
+        sys.meta_path.insert(0, namespace._After("awaited_by_two", lambda _, copy=copy: seen.append(copy)))
+    importlib.import_module("awaited_by_two")
+    assert seen == ["package", "hub"]
+    assert not any(isinstance(finder, namespace._After) and finder.name == "awaited_by_two" for finder in sys.meta_path)

@@ -49,7 +49,9 @@ class _After:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != self.name:
             return None
-        others = (finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec"))
+        # Those behind this one: a copy of the package from the hub has such a finder too, which would ask this one.
+        first = sys.meta_path.index(self) + 1 if self in sys.meta_path else 0
+        others = (finder for finder in sys.meta_path[first:] if hasattr(finder, "find_spec"))
         spec = next((found for finder in others if (found := finder.find_spec(name, path, target))), None)
         loader: Any = spec and spec.loader
         if loader is None or not hasattr(loader, "__dict__"):
