@@ -68,7 +68,7 @@ def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None
     parameters = checked_parameters(
         checked_logits("sample", x, 1, 1.0, None, None, None), *filters.values(), given.get("ties", "keep")
     )
-    kept = KeptRows(x, parameters, got["kept_key"], got["kept_mass"])
+    kept = KeptRows(x, parameters, x.amax(1, keepdim=True), got["kept_key"], got["kept_mass"])
     want = distribution_of(x.float(), parameters)
     same, valid = kept.of_rows(torch.arange(rows)), want.valid.squeeze(1)
     by_id = [torch.empty_like(t).scatter(1, want.tokens, t)[valid] for t in (want.kept, want.z)]

@@ -30,7 +30,7 @@ Tensor = torch.Tensor
 
 
 class Known(NamedTuple):
-    """What is known of a call before its arguments are checked.
+    """The facts about a call that are known before its arguments are checked.
 
     Attributes:
         shards, key, announced: As in ShardedInput; the shards are None where the processes have still to agree.
@@ -44,7 +44,7 @@ class Known(NamedTuple):
 
 
 def look_up(name: str, operands: Operands, arguments: tuple[Any, ...], shards: Any, group: Any) -> Known:
-    """What is known of a call of a public function, after an exchange if it is announced.
+    """The facts about a call of a public function, after an exchange if it is announced.
 
     Args:
         name: Name of the public function.

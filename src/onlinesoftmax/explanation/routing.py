@@ -147,6 +147,7 @@ def _call_in_torch(
 
         from ..routing import arguments
         from ..routing.kernels import route_launch
+        from ..torch.gradients import adjacent
 
     if torch.is_tensor(x):
         logits = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
@@ -156,7 +157,7 @@ def _call_in_torch(
         bias = torch.empty(bias)
     bias = bias.to("meta") if torch.is_tensor(bias) else bias
     call = arguments.checked_call(logits, bias, None, None, rule, True, prob_sums)
-    return call, route_launch.width_of(route_launch.adjacent(call.x))
+    return call, route_launch.width_of(adjacent(call.x))
 
 
 def _call_in_jax(

@@ -40,6 +40,10 @@ class Logits(rules.Logits):
         """The scores (rows, tokens), float32 or float64."""
         return in_rows(scores_of(self.x, self.dim, self.options, torch.float32)[0], self.dim)
 
+    def as_rows(self) -> Tensor:
+        """The scores (rows, tokens), in the dtype of the logits where these are the scores."""
+        return in_rows(self.x, self.dim) if self.options.plain else self.scores()
+
 
 def in_rows(x: Tensor, dim: int) -> Tensor:
     """The rows along a dimension, (rows, tokens)."""

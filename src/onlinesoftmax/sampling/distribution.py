@@ -71,6 +71,7 @@ class KeptRows(NamedTuple):
     Attributes:
         scores: Scores (rows, tokens), in the order of the token ids.
         parameters: Temperature and filters.
+        m: Largest score, (rows, 1).
         key: The least sort key that top_k and top_p keep, (rows,) int64; 0 if they keep all.  The high 32 bits of a key
             are those of the score, in the order of integers; the low ones are those of the token id, inverted.
         mass: The mass of the tokens that these and min_p keep, (rows,) int64.
@@ -78,6 +79,7 @@ class KeptRows(NamedTuple):
 
     scores: Tensor
     parameters: Parameters
+    m: Tensor
     key: Tensor
     mass: Tensor
 
@@ -88,18 +90,18 @@ class KeptRows(NamedTuple):
 
     def of_rows(self, rows: Tensor) -> Distribution:
         """The distribution of some rows."""
-        some = KeptRows(self.scores[rows], self.parameters.map(lambda t: t[rows]), self.key[rows], self.mass[rows])
-        m, ids = some.scores.amax(1, keepdim=True), torch.arange(self.length, device=self.key.device)
-        return some._distribution(some.scores, m, ids.expand_as(some.scores))
+        scores, m, key, mass = (t[rows] for t in (self.scores, self.m, self.key, self.mass))
+        some = KeptRows(scores, self.parameters.map(lambda t: t[rows]), m, key, mass)
+        return some._distribution(scores, torch.arange(self.length, device=key.device).expand_as(scores))
 
     def of_token(self, token: Tensor) -> Distribution:
         """One token of each row, in one column; the numbers of rows are those of whole rows."""
         ids = token.unsqueeze(1)
-        return self._distribution(self.scores.gather(1, ids), self.scores.amax(1, keepdim=True), ids)
+        return self._distribution(self.scores.gather(1, ids), ids)
 
-    def _distribution(self, scores: Tensor, m: Tensor, ids: Tensor) -> Distribution:
-        """The distribution of some tokens of each row, whose largest score is m."""
-        m, given, key = m.double(), self.parameters, self.key.unsqueeze(1)
+    def _distribution(self, scores: Tensor, ids: Tensor) -> Distribution:
+        """The distribution of some tokens of each row."""
+        m, given, key = self.m.double(), self.parameters, self.key.unsqueeze(1)
         temperature, _, valid = constants_of(m, given)
         z = below(scores, m)
         # The bits of a negative number grow with its magnitude, so all but the sign are inverted.

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..core.options import LARGEST_FLOAT32
-from ..kernels import registry
 from ..torch.fast_path import PREPARED_CALLS, keep, look_up
+from ..torch.gradients import reads_cuda
 from .arguments import LARGEST_INT64, Logits, drawn_seeds, in_rows
 from .results import TopLogprobs
 from .rules import Parameters
@@ -78,7 +78,7 @@ def prepare(
     """
     x, (temperature, seed, offset) = logits.x, operands
     key, _ = look_up_call(x, temperature, seed, offset, filters, arguments)
-    if not key or not x.is_cuda or registry.unavailable("cuda") is not None:
+    if not key or not reads_cuda(x):
         return False
     rows = in_rows(x, logits.dim)
     tensors = [t for t in (*operands, *filters) if isinstance(t, Tensor)]
@@ -127,7 +127,7 @@ def prepare_topk(logits: Logits, k: int, target: Tensor | None, dim: int) -> boo
     """
     x = logits.x
     key, _ = look_up(("topk_logprobs", (k, dim)), x, target)
-    if not key or not x.is_cuda or registry.unavailable("cuda") is not None:
+    if not key or not reads_cuda(x):
         return False
     if target is not None and not (target.dtype == torch.int64 and target.is_contiguous()):
         return False

@@ -9,8 +9,8 @@ import torch
 
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES, accumulator_of
-from ..torch.gradients import is_traced, reads_cuda
-from .arguments import LARGEST_INT64, Logits, in_rows
+from ..torch.gradients import adjacent, is_traced, reads_cuda
+from .arguments import LARGEST_INT64, Logits
 from .distribution import (
     Distribution,
     KeptRows,
@@ -69,8 +69,7 @@ def _by_kernel(
         return None
     from .kernels import sample_launch
 
-    rows = _adjacent(in_rows(logits.x, logits.dim) if logits.options.plain else logits.scores())
-    return sample_launch.sample(rows, parameters, seed, offset, raw, top)
+    return sample_launch.sample(adjacent(logits.as_rows()), parameters, seed, offset, raw, top)
 
 
 def _kernels_take(logits: Logits) -> bool:
@@ -78,11 +77,6 @@ def _kernels_take(logits: Logits) -> bool:
     x = logits.x
     plain = type(x) in PLAIN_TYPES and not is_traced(x) and not is_transformed()
     return plain and reads_cuda(x) and x.dtype != torch.float64
-
-
-def _adjacent(rows: Tensor) -> Tensor:
-    """Rows whose tokens are adjacent in memory."""
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _in_chunks(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled:
@@ -143,14 +137,14 @@ def verify(
 
 
 def _kept(logits: Logits, parameters: Parameters) -> Distribution | KeptRows:
-    """What is kept of each row of logits without score options, by a kernel or in PyTorch's operations."""
+    """The kept tokens of each row of logits without score options, by a kernel or in PyTorch's operations."""
     if _kernels_take(logits):
         from .kernels import sample_launch
 
-        rows = _adjacent(in_rows(logits.x, logits.dim))
+        rows = adjacent(logits.as_rows())
         found = sample_launch.thresholds(rows, parameters)
         if found is not None:
-            return KeptRows(rows, parameters, *found)
+            return KeptRows(rows, parameters, rows.amax(1, keepdim=True), *found)
     return distribution_of(logits.scores(), parameters)
 
 

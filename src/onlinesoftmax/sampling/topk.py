@@ -13,11 +13,11 @@ from ..torch.arguments import check_scale_is_constant, is_lazy
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES, accumulator_of
-from ..torch.gradients import gradient_by_pytorch, is_traced, reads_cuda
+from ..torch.gradients import adjacent, gradient_by_pytorch, is_traced, reads_cuda
 from ..torch.loss_run import run_tokens
 from ..torch.namespace import NAMESPACE
 from ..torch.several_tokens import gradient_of_tokens
-from .arguments import Logits, in_rows
+from .arguments import Logits
 from .order import largest, rank_of
 from .results import TopLogprobs
 
@@ -99,16 +99,14 @@ class Listed(torch.autograd.Function):
 @torch.no_grad()
 def found_of(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     """The results of `topk_logprobs` without a gradient."""
-    x, dim = logits.x, logits.dim
+    x, dim, z = logits.x, logits.dim, logits.as_rows()
     if reads_cuda(x):
         from .kernels import topk_launch
 
-        rows = in_rows(x, dim) if logits.options.plain else logits.scores()
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        rows = adjacent(z)
         run = topk_launch.bind(rows, logits.rows, k, dim, target is not None)
         if run is not None:
             return run(rows, None if target is None else target.long().contiguous())
-    z = in_rows(x, dim) if logits.options.plain else logits.scores()
     columns, wide = largest(z, k), accumulator_of(z.dtype, z.dtype)
     values = z.gather(1, columns).to(wide)
     m = values[:, :1] if k else z.amax(1, keepdim=True).to(wide)
@@ -131,7 +129,7 @@ def _along(logits: Logits, listed: Tensor) -> Tensor:
 def _by_operator(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     """The results in a trace."""
     with torch.no_grad():
-        z = in_rows(logits.x, logits.dim) if logits.options.plain else logits.scores()
+        z = logits.as_rows()
         of_rows = None if target is None else target.reshape(-1).long()
         found = getattr(torch.ops, NAMESPACE).topk_logprobs(z, of_rows, k)
         values, indices, logprobs = (_along(logits, t) for t in found[:3])

@@ -37,6 +37,11 @@ def reads_cuda(x: Tensor) -> bool:
     return x.is_cuda and registry.unavailable("cuda") is None and not x.is_neg()
 
 
+def adjacent(rows: Tensor) -> Tensor:
+    """Rows (rows, elements), copied if the elements of a row are not adjacent in memory."""
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
 def gradient_by_pytorch(x: Tensor, results: Callable[[Tensor], Sequence[Tensor]], dys: Sequence[Tensor]) -> Tensor:
     """The gradient with respect to x by PyTorch's operations, which have derivatives.
 

@@ -13,10 +13,11 @@ from ...kernels.cuda.launch import argument_pool
 from ...sampling.kernels.which_kernel import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
+from ...torch.gradients import adjacent
 from ..results import Routed
 from ..rules import Call, Gradients, LossGradients, Rule
 from .gradient import Shape, flags_of, launch_of, shape_of
-from .route_launch import adjacent, dtype_of, width_of
+from .route_launch import dtype_of, width_of
 from .source import MOST_TOKENS
 
 Tensor = torch.Tensor

@@ -12,6 +12,7 @@ from ...kernels.cuda import driver
 from ...kernels.cuda.launch import argument_pool, words_of_stream
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
+from ...torch.gradients import adjacent
 from ..results import Losses, Routed, with_losses
 from ..rules import Call, Rule
 from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, width_at, words_of
@@ -39,11 +40,6 @@ def run_of(call: Call) -> Run | None:
     if refusal_of(call.rule, dtype_of(x), len(x), call.prob_sums, from_torch("cuda", index)):
         return None
     return _run_of(call.rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
-
-
-def adjacent(x: Tensor) -> Tensor:
-    """Logits whose experts are adjacent in memory."""
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def dtype_of(x: Tensor) -> str:

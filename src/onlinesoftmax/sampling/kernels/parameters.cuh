@@ -49,7 +49,7 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// What takes long, by a warp beside that of `prepare`: the numbers that depend on a division or a logarithm.
+// Computes the numbers that depend on a division or a logarithm, and so take long, in a warp beside that of `prepare`.
 __device__ inline void prepare_rate(const Sampling& p, int64 at, Row& row) {
     const float temperature = p.temperature_of(at);
     const double divisor = temperature > 0 && temperature < INF ? temperature : 1, top_p = p.top_p_of(at);

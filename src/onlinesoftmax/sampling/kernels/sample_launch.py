@@ -40,7 +40,7 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
 
 
 def thresholds(scores: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor] | None:
-    """What is kept of each row of logits (rows, tokens) on a GPU, (rows,) int64; None if no kernel takes them.
+    """The thresholds of logits (rows, tokens) on a GPU, (rows,) int64; None if no kernel takes them.
 
     The kernel samples a token of each row too, which nobody reads.
 
