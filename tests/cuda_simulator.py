@@ -132,6 +132,12 @@ REPLACED = {
         "inline float largest_or_nan(float x, float y)": "{ return x != x || y != y ? x + y : x < y ? y : x; }",
     },
     "exchange": {"inline void prefetch(const void* at)": "{}"},
+    "lists": {"inline unsigned count_up(unsigned* word)": "{ return atomicAdd(word, 1u); }"},
+    "by_mass": {
+        "inline void count_above(unsigned& number, unsigned& listed, float x, Window window, unsigned bit)": (
+            "{ if (x >= window.high) ++number; else if (x >= window.low) listed |= bit; }"
+        ),
+    },
     "processes": {
         "inline uint64 now()": "{ return 0; }",
         "void fail()": "{ abort(); }",

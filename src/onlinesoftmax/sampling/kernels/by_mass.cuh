@@ -133,25 +133,33 @@ struct Found {
 // The sums of a thread.
 struct OwnSums { uint64 total, above, between; unsigned number_above; };
 
-// One pass over the slice, which lists the tokens in the window.
+// Counts a score above the window, and sets a bit for one in the window.
+__device__ inline void count_above(unsigned& number, unsigned& listed, float x, Window window, unsigned bit) {
+    asm("{\n\t.reg .pred above, between;\n\tsetp.ge.f32 above, %2, %3;\n\tsetp.ge.and.f32 between, %2, %4, !above;\n\t"
+        "@above add.u32 %0, %0, 1;\n\t@between or.b32 %1, %1, %5;\n\t}"
+        : "+r"(number), "+r"(listed) : "f"(x), "f"(window.high), "f"(window.low), "r"(bit));
+}
+
+// One pass over the slice, which lists the tokens in the window.  It begins with the tiles that were read last: of a slice
+// that the L2 cache does not hold, these are still there.
 __device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window, uint64* between, Board* board) {
     const float m = row.m, rate = row.rate;
     uint64 total = 0, of_above = 0, of_between = 0;
     unsigned number = 0, most = 0, least = 0;
     Tiles tiles;
-    tiles.begin(slice);
+    const int last = Tiles::last(slice);
+    tiles.begin(slice, last);
 #pragma unroll 1
-    for (int tile = 0; tile < slice.count; tile += TILE) {
+    for (int tile = last; tile >= 0; tile -= TILE) {
         __syncwarp();   // the threads that have listed tokens go on with the others
-        tiles.take(slice, tile);
+        tiles.take<true>(slice, tile);
         unsigned listed = 0;
 #pragma unroll
         for (int i = 0; i < OWN_TOKENS; ++i) {
             const float x = tiles.score(i);
             const uint64 mass = mass_of(__fadd_rn(x, -m), rate);
-            const bool above = x >= window.high;
-            total += mass, of_above += above ? mass : 0, number += above;
-            listed |= unsigned(x >= window.low && !above) << i;
+            total += mass, of_above += x >= window.high ? mass : 0;
+            count_above(number, listed, x, window, 1u << i);
         }
 #pragma unroll 1
         for (; listed; listed &= listed - 1) {

@@ -6,9 +6,18 @@ __device__ inline void raise(unsigned* to, unsigned own) {
     if (threadIdx.x % 32 == 0) atomicMax(to, own);
 }
 
+// Adds 1 to a word of shared memory, and returns its value before.  Of atomicAdd, the compiler makes one addition for the
+// active lanes together, in fifteen instructions more; the threads that append seldom have company.
+__device__ inline unsigned count_up(unsigned* word) {
+    unsigned before;
+    asm volatile("atom.shared.add.u32 %0, [%1], 1;"
+                 : "=r"(before) : "r"(unsigned(__cvta_generic_to_shared(word))) : "memory");
+    return before;
+}
+
 // Appends a key to a list if there is room; the count goes on, so that a list that is too long shows.  Returns its place.
 __device__ inline unsigned append(uint64* list, unsigned room, unsigned* count, uint64 key) {
-    const unsigned at = atomicAdd(count, 1u);
+    const unsigned at = count_up(count);
     if (at < room) list[at] = key;
     return at;
 }
