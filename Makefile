@@ -63,7 +63,14 @@ $(READY): requirements-dev.txt pyproject.toml
 	test -n "$$python" || { echo "No Python 3.11 or newer was found. Name one: make PYTHON=/path/to/python" >&2; exit 1; }; \
 	echo "Installing the pinned environment into $(VENV) with $$($$python --version). This takes about a minute, once."; \
 	$$python -m venv $(VENV)
+	@# The pip of an old Python takes twice as long.
+	@$(PIP) install --no-compile "$$(grep '^pip==' requirements-dev.txt)"
+	@# A process downloads and unpacks with one processor, so two take one half each; the last install takes what is left.
 	@# Python compiles a module when it first imports it; compiling every module here would double the time.
+	@for half in 0 1; do \
+		awk "NR % 2 == $$half" requirements-dev.txt >$(VENV)/half$$half.txt; \
+		$(PIP) install --no-compile --no-deps -r $(VENV)/half$$half.txt & \
+	done; wait
 	@$(PIP) install --no-compile -r requirements-dev.txt
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
