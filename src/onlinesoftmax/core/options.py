@@ -195,10 +195,22 @@ def check_one_per_row(
 
 
 class Functions(NamedTuple):
-    """The array functions that the formula needs, of NumPy, torch or JAX: tanh(x) and where(condition, x, number)."""
+    """The array functions that the formula needs, of NumPy, torch or JAX.
+
+    Attributes:
+        tanh: tanh(x).
+        where: where(condition, x, number).
+        cast: cast(t, dtype) of a scale or a bias: a float64 array beside float32 logits would widen the scores.  The
+            default leaves the dtype to the library.
+    """
 
     tanh: Callable[[Array], Array]
     where: Callable[[Array, Array, float], Array]
+    cast: Callable[[Array, Any], Array] = lambda t, _: t
+
+    def like(self, t: Any, x: Array) -> Any:
+        """A number as it is, an array in the dtype of x."""
+        return self.cast(t, x.dtype) if hasattr(t, "dtype") else t
 
 
 def scores(xp: Functions, x: Array, options: ScoreOptions, seen: Array | None = None) -> Array:
@@ -210,27 +222,27 @@ def scores(xp: Functions, x: Array, options: ScoreOptions, seen: Array | None = 
         options: Tensors are arrays of the same library.
         seen: The causal mask, where causal is asked for: True where a query may see a key.
     """
-    z = scaled(x, options)
+    z = _scaled(xp, x, options)
     if options.softcap is not None:
         z = options.softcap * xp.tanh(z / options.softcap)
     if options.bias is not None:
-        z = z + options.bias
+        z = z + xp.like(options.bias, x)
     for mask in (options.mask, seen):
         if mask is not None:
             z = xp.where(mask, z, -math.inf)
     return z
 
 
-def scaled(x: Array, options: ScoreOptions) -> Array:
+def _scaled(xp: Functions, x: Array, options: ScoreOptions) -> Array:
     """The logits times the scale; the logits themselves where the scale is the number 1."""
-    return x if isinstance(options.scale, float) and options.scale == 1 else x * options.scale
+    return x if isinstance(options.scale, float) and options.scale == 1 else x * xp.like(options.scale, x)
 
 
 def softcap_slope(xp: Functions, x: Array, options: ScoreOptions) -> Array | float:
     """Derivative of the softcap at scale * x; times the scale, this is the derivative of a score with respect to x."""
     if options.softcap is None:
         return 1.0
-    return 1 - xp.tanh(scaled(x, options) / options.softcap) ** 2
+    return 1 - xp.tanh(_scaled(xp, x, options) / options.softcap) ** 2
 
 
 def causal_mask(arange: Any, shape: tuple[int, ...], axis: int, **where: Any) -> Any:

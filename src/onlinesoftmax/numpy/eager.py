@@ -18,9 +18,13 @@ from ..core.state import State, shift
 from ..ops import CROSS_ENTROPY, OPERATIONS
 from ..ops.cross_entropy.formulas import divisor, loss_of_weights
 from ..ops.reference import evaluate, with_sums
-from .arguments import ARRAY_TYPES, Loss
+from .arguments import Loss
 
-FUNCTIONS = Functions(np.tanh, lambda condition, x, number: np.where(condition, x, number).astype(x.dtype))
+FUNCTIONS = Functions(
+    np.tanh,
+    lambda condition, x, number: np.where(condition, x, number).astype(x.dtype),
+    lambda t, dtype: t.astype(dtype),
+)
 """NumPy's functions for the array formula of the scores."""
 
 ELEMENTS = 1 << 18
@@ -29,10 +33,8 @@ ELEMENTS = 1 << 18
 
 def scores_of(x: Any, options: ScoreOptions, dims: tuple[int, ...] = ()) -> Any:
     """The scores of logits in the dtype of the logits, float32 or float64."""
-    # A float64 array beside float32 logits would widen the scores.
-    scale, bias = (t.astype(x.dtype) if isinstance(t, ARRAY_TYPES) else t for t in (options.scale, options.bias))
     seen = causal_mask(np.arange, x.shape, dims[0]) if options.causal else None
-    return scores(FUNCTIONS, x, options._replace(scale=scale, bias=bias), seen)
+    return scores(FUNCTIONS, x, options, seen)
 
 
 def result(operation: Operation, z: Any, dims: tuple[int, ...], keepdim: bool) -> Any:

@@ -18,7 +18,7 @@ from . import formulas
 
 Tensor = torch.Tensor
 
-FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~condition, number))
+FUNCTIONS = Functions(torch.tanh, lambda condition, x, number: x.masked_fill(~condition, number), Tensor.to)
 """torch functions for the array formula of the scores (`core.options.scores`)."""
 
 
@@ -86,10 +86,8 @@ def scores_of(x: Tensor, dim: Any, options: ScoreOptions, dtype: torch.dtype) ->
     such rows give zeros.
     """
     wide = x.to(torch.promote_types(torch.promote_types(x.dtype, dtype), torch.float32))
-    # A float64 tensor beside float32 logits would widen the scores.
-    scale, bias = (t.to(wide.dtype) if isinstance(t, Tensor) else t for t in (options.scale, options.bias))
     seen = causal_mask(torch.arange, x.shape, dim, device=x.device) if options.causal else None
-    z = scores(FUNCTIONS, wide, options._replace(scale=scale, bias=bias), seen)
+    z = scores(FUNCTIONS, wide, options, seen)
     if not options.zero:
         return z, None
     fully_masked_rows = (z.detach() == -torch.inf).all(dim, keepdim=True)

@@ -203,8 +203,7 @@ class Operands(NamedTuple):
         arrays = [self._beside(ref, rows, tile) for ref, rows in zip(refs[inputs:], self.maps, strict=False)]
         options = options.filled(arrays)
         kept = tile.inside if options.mask is None else tile.inside & (options.mask.astype(jnp.int32) != 0)
-        scale, bias = (t.astype(x.dtype) if hasattr(t, "dtype") else t for t in (options.scale, options.bias))
-        return scores(FUNCTIONS, x, ScoreOptions(scale, options.softcap, bias, kept)), kept
+        return scores(FUNCTIONS, x, ScoreOptions(options.scale, options.softcap, options.bias, kept)), kept
 
     def row_constants(self, state: State) -> RowConstants:
         """Values for the element output of each row, from its state."""
@@ -297,5 +296,5 @@ def _polynomial(z: Array) -> Array:
     return z * p - 3.33332819422e-1
 
 
-FUNCTIONS = Functions(tanh, jnp.where)
+FUNCTIONS = Functions(tanh, jnp.where, lambda t, dtype: t.astype(dtype))
 """The functions with which a kernel computes the score formula of core/options.py."""
