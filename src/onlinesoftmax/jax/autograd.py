@@ -26,8 +26,8 @@ from ..core.options import ScoreOptions
 from ..kernels.pallas.loss_formulas import COTANGENTS
 from ..ops import OPERATIONS
 from . import array_types, custom_op, shards
-from .eager import GRADIENT_OF, MASKED, scores
-from .signature import Signature, Values
+from .eager import GRADIENT_OF, MASKED, gradient_call, scores
+from .signature import Names, Signature, Values
 
 TRANSPOSES = {
     **{operation.gradient_name: operation.gradient_name for operation in OPERATIONS.values() if not operation.backward},
@@ -39,18 +39,21 @@ Changes = Mapping[str, Array | None]
 """Changes of arrays by name; None for an array that does not change."""
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def run_shards(call: Signature, operands: Values) -> Values:
-    """The results of a forward operation on rows that are sharded along the axes `axis_name`."""
-    return shards.run_shards(custom_op.bind, call.axis_name, call._replace(axis_name=()), operands)
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def run_shards(names: Names, call: Signature, operands: Values) -> Values:
+    """The results of a forward operation on rows that are sharded along these axes of the mesh."""
+    return shards.run_shards(custom_op.bind, names, call, operands)
 
 
 @partial(run_shards.defjvp, symbolic_zeros=True)
-def _jvp_of_shards(call: Signature, primals: tuple[Values], tangents: tuple[dict[str, Any]]) -> tuple[Values, Values]:
+def _jvp_of_shards(
+    names: Names, call: Signature, primals: tuple[Values], tangents: tuple[dict[str, Any]]
+) -> tuple[Values, Values]:
     (operands,), (given,) = primals, tangents
-    results = run_shards(call, operands)
+    results = run_shards(names, call, operands)
     is_zero = jax.custom_derivatives.SymbolicZero
-    changed = _changes(call, operands, results, {n: None if isinstance(t, is_zero) else t for n, t in given.items()})
+    changes = {name: None if isinstance(t, is_zero) else t for name, t in given.items()}
+    changed = _changes(names, call, operands, results, changes)
 
     def change(name: str, y: Array) -> Array:
         t = changed.get(name)
@@ -59,15 +62,20 @@ def _jvp_of_shards(call: Signature, primals: tuple[Values], tangents: tuple[dict
     return results, {name: change(name, y) for name, y in results.items()}
 
 
-def _changes(call: Signature, operands: Mapping[str, Array], results: Values, changes: Changes) -> Changes:
-    """The changes of the results of a forward operation from the changes of its operands."""
+def _changes(
+    axes: Names, call: Signature, operands: Mapping[str, Array], results: Values, changes: Changes
+) -> Changes:  # fmt: skip
+    """The changes of the results of a forward operation from the changes of its operands.
+
+    Rows are sharded along `axes` of the mesh.
+    """
     t, factor = score_tangent(call, operands, changes)
     operation = OPERATIONS[call.name]
     if t is None:
         return {}
     name = TRANSPOSES[operation.gradient_name]
     if not operation.per_row:
-        tangent = Signature(name, ("dy",), choice=call.choice, factor=factor, axis_name=call.axis_name)
+        tangent = Signature(name, ("dy",), choice=call.choice, factor=factor, axis_name=axes)
         [change] = _linear(tangent, {"x": results["y"]}, {"t": t}).values()
         # A masked output is constant.  Where it is 0, it has made its change 0 as a factor.
         constant = "mask" in call.options.arrays and MASKED.get(call.name, 0.0) != 0
@@ -77,14 +85,14 @@ def _changes(call: Signature, operands: Mapping[str, Array], results: Values, ch
         **{name: y for name, y in results.items() if name in ("m", "l", "entropy")},
     }
     given = {name: _cotangent(call, name) for name in call.outputs if name != "m"}
-    tangent = call._replace(name=name, outputs=tuple(given.values()), factor=factor, axis_name=())
-    if call.axis_name:
-        tangent, saved = shards.localized(call.axis_name, tangent, saved)
+    tangent = Signature(name, tuple(given.values()), call.options, call.numbers, call.choice, factor)
+    if axes:
+        tangent, saved = shards.localized(axes, tangent, saved)
     found = _linear(tangent, saved, {"t": t})
-    if call.axis_name:
+    if axes:
         # Each result has its own psum, so that JAX removes the psum of an unused result.  This saves an exchange in
         # forward mode, and in the gradient with `check_vma=False`, where the transpose of a psum is a psum.
-        found = {name: jax.lax.psum(change, call.axis_name) for name, change in found.items()}
+        found = {name: jax.lax.psum(change, axes) for name, change in found.items()}
     changed = {name: found[cotangent] for name, cotangent in given.items()}
     # Only l of the state changes: by its product with the change of lse, and not where it is infinite.
     l = results["l"]
@@ -163,7 +171,7 @@ def _jvp(primals: tuple[Array, ...], tangents: tuple[Any, ...], *, names: tuple[
         results, changed = jax.jvp(passes, (operands["x"],), (changes["x"],))
     else:
         results = custom_op.bind(call, operands)
-        changed = {} if call.writes_gradient else _changes(call, operands, results, changes)
+        changed = {} if call.writes_gradient else _changes((), call, operands, results, changes)
 
     def change(name: str) -> Any:
         t = changed.get(name)
@@ -203,7 +211,7 @@ def _transpose(cotangents: list[Any], *arrays: Any, names: tuple[str, ...], call
         transposed = call._replace(name=TRANSPOSES[call.name], outputs=tuple(linear))
         found = _linear(transposed, fixed, {"t": given["y"]})
     else:
-        found = _linear(call._replace(name=GRADIENT_OF[call.name], outputs=("y",)), fixed, given)
+        found = _linear(gradient_call(call), fixed, given)
     # The one output of a gradient is the gradient in the one operand of its transpose.
     found = found if len(linear) > 1 else dict(zip(linear, found.values(), strict=True))
     return [found.get(name) for name in names]

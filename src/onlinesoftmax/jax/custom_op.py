@@ -113,7 +113,7 @@ def kernel_plan(platform: str, call: Signature, operands: Mapping[str, Array]) -
 
 def forced(call: Signature, plan: Plan) -> Signature:
     """The call that forces the backend and the strategy of its plan."""
-    return call._replace(choice=call.choice._replace(backend=plan.backend, strategy=plan.strategy))
+    return call._replace(choice=Choice(plan.backend, plan.strategy))
 
 
 def run_eager(call: Signature, operands: Mapping[str, Array]) -> Values:

@@ -181,7 +181,7 @@ def gradient(call: Signature, x: Array, **operands: Array) -> Values:
 
 def tangent(call: Signature, x: Array, t: Array, **fixed: Array) -> Values:
     """Changes of the results per row from a change t of the scores: the sums of t times their gradients."""
-    backward = call._replace(name=GRADIENT_OF[call.name])
+    backward = gradient_call(call)
 
     def change(name: str) -> Array:
         units = {"dy": jnp.zeros_like(fixed["m"]), name: jnp.ones_like(fixed["m"])}
@@ -230,7 +230,7 @@ def declared(call: Signature, x: Array, **operands: Array) -> Values:
 
 def declared_tangent(call: Signature, x: Array, t: Array) -> Values:
     """Change of the saved output x from a change t of the scores: the transpose of the declared gradient."""
-    backward = call._replace(name=GRADIENT_OF[call.name], outputs=("y",))
+    backward = gradient_call(call)
     [dy] = jax.linear_transpose(lambda dy: declared(backward, x, dy=dy)["y"], t)(t)
     return {"dy": dy}
 
@@ -264,6 +264,12 @@ OF_DECLARED = {f"{operation}_tangent": operation.gradient_name for operation in 
 
 GRADIENT_OF = {**OF_ROWS, **OF_DECLARED, "log_softmax_tangent": "log_softmax_backward", "row_products": "scaled_rows"}
 """The gradient of each tangent."""
+
+
+def gradient_call(tangent: Signature) -> Signature:
+    """The gradient whose transpose a tangent is."""
+    return tangent._replace(name=GRADIENT_OF[tangent.name], outputs=("y",))
+
 
 FORMULAS: dict[str, Callable[..., Values]] = {
     **{

@@ -51,7 +51,7 @@ def results(
     # JAX wants operands that vary along the same axes of the mesh.  Results per row are the same along those of the
     # exchange, so the operands do not vary there.
     every = frozenset().union(*map(array_types.varying, operands.values())) - set(rows.names)
-    return autograd.run_shards(call, {name: array_types.vary(t, every) for name, t in operands.items()})
+    return autograd.run_shards(rows.names, call, {name: array_types.vary(t, every) for name, t in operands.items()})
 
 
 def call_on(
@@ -61,5 +61,5 @@ def call_on(
     if choice == ANY and needs_move(rows.shape, rows.axes):
         choice = Choice("eager")
     given = tuple((number, value) for number, value in numbers.items() if value)
-    call = Signature(name, outputs_of(name, entropy), rows.options, given, choice, axis_name=rows.names)
+    call = Signature(name, outputs_of(name, entropy), rows.options, given, choice)
     return call, {"x": rows.x, **rows.arrays, **({} if target is None else {"target": target})}

@@ -30,7 +30,7 @@ def run_shards(run: Run, names: Names, call: Signature, operands: Mapping[str, A
     Args:
         run: Applies an operation to the local columns.
         names: Axes of the mesh along which rows are sharded.
-        call: The call; its `axis_name` is not read.
+        call: The call.
         operands: The target of a row, if the operation has one, is its column in the whole row (`whole_target`).
     """
     operation = OPERATIONS[call.name]
@@ -85,7 +85,7 @@ def in_two_passes(run: Run, call: Signature, operands: Mapping[str, Array]) -> V
         dy = jnp.where(results["l"] == 0, 0, dy)
     scale = call.options.scale
     factor = scale if isinstance(scale, float) else 1.0
-    backward = call._replace(name=OPERATIONS[call.name].gradient_name, outputs=("y",), factor=factor)
+    backward = Signature(OPERATIONS[call.name].gradient_name, ("y",), call.options, call.numbers, call.choice, factor)
     given = {**rest, "m": results["m"], "l": results["l"], "dy": dy.astype(results["l"].dtype)}
     y = run(backward, given)["y"]
     y = masked(times_slope(call.options, x, y, arrays), arrays)
@@ -118,14 +118,15 @@ def states(run: Run, call: Signature, operands: Mapping[str, Array]) -> RowState
     if call.number("smoothing"):
         # With smoothing = 1, loss = log(l) - mean, and the target has no influence.  So mean = log(l) - loss.
         first = jnp.zeros_like(target)
-        local = call._replace(name="cross_entropy", outputs=("loss", "m", "l"), numbers=(("smoothing", 1.0),))
+        smoothed = (("smoothing", 1.0),)
+        local = Signature("cross_entropy", ("loss", "m", "l"), call.options, smoothed, call.choice)
         state = run(local, {**rest, "target": first})
         # If the score of column 0, the dummy target, is -inf, the loss is NaN (0 * inf); the mean is then -inf.
         mean = jnp.log(state["l"]) - state["loss"]
         mean = jnp.where(column(first) == -jnp.inf, -jnp.inf, mean)
     else:
         outputs = outputs_of("logsumexp", "entropy" in call.outputs)
-        state = run(call._replace(name="logsumexp", outputs=outputs, numbers=()), rest)
+        state = run(Signature("logsumexp", outputs, call.options, choice=call.choice), rest)
     if "entropy" in call.outputs:
         zl = jnp.where(state["l"] == 0, 0, state["l"] * (jnp.log(state["l"]) - state["entropy"]))
     return RowStates(state["m"], state["l"], zl, mean, z_target)

@@ -94,13 +94,14 @@ def plan_of_losses(call: HeadCall, arrays: Mapping[str, Any]) -> LinearPlan:
     """The plan of losses on arrays, or shapes and dtypes; ValueError where no plan fits into the memory."""
     name = "linear_cross_entropy"
     return _noted(
-        name, arrays, _plan(call, problem_of(name, *_sizes(call, arrays), whole_rows=True, in_place=call.in_place))
-    )
+        name, arrays,
+        _plan(call, problem_of(name, *_sizes(call.outputs, arrays), whole_rows=True, in_place=call.in_place)),
+    )  # fmt: skip
 
 
 def takes_columns(call: HeadCall, arrays: Mapping[str, Any], each: bool) -> bool:
     """True where chunks of columns serve a loss best; `each` is True for a loss of each token."""
-    everything = call._replace(outputs=tuple(GRADIENTS.values()))
+    everything = tuple(GRADIENTS.values())
     try:
         problem = problem_of("linear_cross_entropy", *_sizes(everything, arrays), each=each, in_place=call.in_place)
         return _plan(call, problem).name == "columns"
@@ -109,22 +110,24 @@ def takes_columns(call: HeadCall, arrays: Mapping[str, Any], each: bool) -> bool
         return False
 
 
-def plan_of_statistics(call: HeadCall, arrays: Mapping[str, Any]) -> LinearPlan:
-    """The plan of statistics or of their gradient; ValueError as for `plan_of_losses`."""
+def plan_of_statistics(call: HeadCall, arrays: Mapping[str, Any], outputs: tuple[str, ...]) -> LinearPlan:
+    """The plan of statistics or of their gradient with these outputs; ValueError as for `plan_of_losses`."""
     name = "linear_token_logprobs"
-    return _noted(name, arrays, _plan(call, problem_of(name, *_sizes(call, arrays))))
+    return _noted(name, arrays, _plan(call, problem_of(name, *_sizes(outputs, arrays))))
 
 
 def columns_at_once(call: HeadCall, arrays: Mapping[str, Any]) -> int:
     """The number of columns of a chunk of statistics or of their gradient."""
-    plan = plan_of_statistics(call, arrays)
+    plan = plan_of_statistics(call, arrays, call.outputs)
     return plan.chunk if plan.name == "columns" else arrays["weight"].shape[0]
 
 
-def _sizes(call: HeadCall, arrays: Mapping[str, Any]) -> tuple[tuple[int, int, int], str, tuple[bool, bool, bool]]:
-    """Sizes, dtype and the wanted gradients of a problem: those that the outputs of the call name."""
+def _sizes(
+    outputs: tuple[str, ...], arrays: Mapping[str, Any]
+) -> tuple[tuple[int, int, int], str, tuple[bool, bool, bool]]:
+    """Sizes, dtype and the wanted gradients of a problem: those that the outputs name."""
     x, weight = arrays["x"], arrays["weight"]
-    of_x, of_weight, of_bias = (name in call.outputs for name in GRADIENTS.values())
+    of_x, of_weight, of_bias = (name in outputs for name in GRADIENTS.values())
     return (math.prod(x.shape[:-1]), x.shape[-1], weight.shape[0]), x.dtype.name, (of_x, of_weight, of_bias)
 
 

@@ -117,7 +117,7 @@ def _results(found: Values) -> tuple[Array, Array, Array]:
 def _statistics_forward(call: HeadCall, inputs: Any, rest: Any) -> Any:
     inputs, rest, wanted = _opened(inputs, rest)
     arrays = _arrays(inputs, rest)
-    plan = plan_of_statistics(call._replace(outputs=wanted), arrays)
+    plan = plan_of_statistics(call, arrays, wanted)
     outputs = (*call.outputs, "z") if plan.keeps else call.outputs
     found = bind(call._replace(outputs=outputs), arrays)
     rest.update({name: found[name] for name in ("m", "l", "entropy", "z") if name in found})
