@@ -81,10 +81,10 @@ def _sharded(call: Call, layout: MeshLayout) -> Tensor:
         raise NotImplementedError(f"{name}(): input of dtype {x.dtype} is not floating point; pass dtype=")
     dtype = torch_run.with_autocast(call).settings.dtype or x.dtype
     x, (dim,) = x.to(torch.promote_types(x.dtype, dtype)), layout.dims
-    sharded = _sharded_call(name, layout, call.scores, settings.choice)
     if not call.operation.per_row:
-        return softmax(name, x, dim, sharded).to(dtype)
-    lse = losses.logsumexp(x, dim, sharded._replace(options=call.scores._replace(zero=False)))
+        return softmax(name, x, dim, _sharded_call(name, layout, call.scores, settings.choice)).to(dtype)
+    options = call.scores._replace(zero=False)
+    lse = losses.logsumexp(x, dim, _sharded_call(name, layout, options, settings.choice))
     lse = lse.unsqueeze(dim) if settings.keepdim else lse
     if call.scores.zero:
         # A row of only -inf gets gradient 0: the constant in `where` stops the gradient.
@@ -126,8 +126,7 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
         y = losses.cross_entropy(local, target, weight, loss.with_settings(dtype=dtype), call, layout.row_groups)
     else:
         weight = losses.weight_of_mean(local, target, weight, loss, layout.row_groups)
-        options = layout.options(loss.options, local.device)
-        each = loss.with_settings(dtype=wide)._replace(reduction="none", options=options)
+        each = loss.per_row(dtype=wide)._replace(options=layout.options(loss.options, local.device))
         rows = whole_rows.run_loss(local, target, weight, each, return_stats)
         if return_stats:
             rows, stats = rows

@@ -120,15 +120,14 @@ def prepared_launch(call: Call, outputs: tuple[str, ...], follows_divisor: bool 
 
 
 def prepared_recording(
-    call: Call, outputs: tuple[str, ...], results: tuple[str, ...], **how: Any
+    call: Call, outputs: tuple[str, ...], results: tuple[str, ...], run: Callable[..., Any] | None = None, **how: Any
 ) -> Callable[..., Any]:
     """The function of the tensors of cacheable calls like this one, which autograd records.  Arguments as for `record`.
 
-    With `run` among the arguments, that function launches the kernels; else the kernel of the operation is prepared.
+    The function `run` launches the kernels; with None, the kernel of the operation is prepared.
     """
-    recording = recording_of(call, outputs, results, **how)
-    recording = recording._replace(run=recording.run or prepared_launch(call, outputs))
-    return partial(_apply, recording)
+    run = run or prepared_launch(call, outputs)
+    return partial(_apply, recording_of(call, outputs, results, run=run, **how))
 
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -185,11 +184,10 @@ class Recorded(torch.autograd.Function):
         if needs_pytorch and recording.by_pytorch is not None:
             return None, _gradient_by_pytorch(recording, call, given), *nothing
         needs = zip(recording.names, ctx.needs_input_grad[1:], strict=True)
-        wanted = recording.wanted._replace(names=tuple([name for name, needed in needs if needed]))
         if recording.gradient and not needs_pytorch:
-            found = recording.gradient(call, saved, given, wanted)
-        else:
-            found = gradients(call, saved, given, wanted, None if needs_pytorch else launch)
+            return None, recording.gradient(call, saved, given), *nothing
+        wanted = tuple([name for name, needed in needs if needed])
+        found = gradients(wanted, call, saved, given, recording.types, None if needs_pytorch else launch)
         return None, *[found.get(name) for name in recording.names]
 
 
@@ -206,7 +204,7 @@ def _prepared_gradient(recording: Recording, tensors: tuple[Any, ...]) -> Callab
     if not dys:
         return lambda _: None
     call = with_tensors(recording.call, saved)
-    call = gradient_call(call, with_states(call, saved, dys, launch), dys, recording.wanted.dtype)
+    call = gradient_call(call, with_states(call, saved, dys, launch), dys, recording.types.dtype)
     operands = operands_of(call)
     run = prepare(call, operands)
     numbers = {name: value for name, value in operands.items() if not isinstance(value, Tensor)}

@@ -19,7 +19,7 @@ from ..ops import OPERATIONS
 from . import custom_op_eager, gradients
 from .namespace import NAMESPACE
 from .prepare import DTYPE_NAMES
-from .recording import Tensors, Wanted, recording_of, save, split_tensors, with_tensors
+from .recording import GradientTypes, Tensors, recording_of, save, split_tensors, with_tensors
 
 Tensor = torch.Tensor
 
@@ -176,17 +176,19 @@ def _define_gradient(operator: Any, operation: Operation, call_of: Callable[...,
         needed = tuple(name for name, needed in zip(names, ctx.needs_input_grad, strict=False) if needed)
         each = zip(recording.results, recording.dys, dys[0] if operation.has_target else dys, strict=True)
         given = {name: dy for name, has_gradient, dy in each if has_gradient and dy is not None}
-        found = _gradients(with_tensors(recording.call, saved), saved, given, recording.wanted._replace(names=needed))
+        found = _gradients(needed, with_tensors(recording.call, saved), saved, given, recording.types)
         return (*(found.get(name) for name in names), *(None for _ in range(ctx.count - len(names))))
 
     operator.register_autograd(differentiate, setup_context=setup_context)
 
 
-def _gradients(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted) -> dict[str, Tensor]:
-    """The gradients of a call from those of its outputs, by operators."""
+def _gradients(
+    wanted: tuple[str, ...], call: Call, saved: Tensors, dys: Tensors, types: GradientTypes
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients of a call from those of its outputs, by operators; arguments as for `gradients.gradients`."""
     operation, total = call.operation, None
     for name in operation.call_outputs:
-        if name in dys and "x" in wanted.names:
+        if name in dys and "x" in wanted:
             # The call that writes a scalar also writes the gradient of this scalar.
             _, y = outputs(call, (name, "y"))
             total = y * dys[name] if total is None else total + y * dys[name]
@@ -195,7 +197,7 @@ def _gradients(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted) -> dict
     if not given:
         return {} if total is None else {"x": total}
     # An exported program does not write the states that the gradient reads, so `gradients` computes them again.
-    found = gradients.gradients(call, saved, given, wanted, outputs)
+    found = gradients.gradients(wanted, call, saved, given, types, outputs)
     return found if total is None else {"x": total + found["x"]}
 
 

@@ -22,7 +22,7 @@ from .arguments import TRACED_TYPES, check_first_derivative
 from .fast_path import is_recorded
 from .formulas import accumulator_of
 from .prepare import aligned, run
-from .recording import Tensors, Wanted, unread_statistics
+from .recording import GradientTypes, Tensors, unread_statistics
 
 Tensor = torch.Tensor
 
@@ -105,9 +105,8 @@ def gradient_call(call: Call, saved: Tensors, dys: Tensors, dtype: torch.dtype, 
     beside = {name: known[name] for name in names if name in known and name not in unread}
     options = call.options
     if options is not None:
-        options = options.of(gradient.options)
-        if not to_logits and not gradient.scores:
-            options = options._replace(scale=1.0, softcap=None)
+        of_scores = not to_logits and not gradient.scores
+        options = options.of(tuple([n for n in gradient.options if not of_scores or n not in ("scale", "softcap")]))
         if options.softcap is not None and not gradient.scores:
             beside["logits"] = saved["x"]
         options = None if options.plain else options
@@ -136,40 +135,43 @@ Launch = Callable[[Call, tuple[str, ...]], tuple[Tensor, ...]]
 """The function (call, outputs) that runs a call of a gradient operation: `outputs_of`, or one that makes operators."""
 
 
-def gradients(call: Call, saved: Tensors, dys: Tensors, wanted: Wanted, launch: Launch | None) -> dict[str, Tensor]:
+def gradients(
+    wanted: tuple[str, ...], call: Call, saved: Tensors, dys: Tensors, types: GradientTypes, launch: Launch | None
+) -> dict[str, Tensor]:  # fmt: skip
     """Gradients with respect to the tensors that are wanted, by name.
 
     Args:
+        wanted: Names of the tensors: x, bias, scale.
         call, saved, dys: As for `gradient_call`.
-        wanted: The gradients to compute.
+        types: The types of the gradients.
         launch: Runs the gradient operation; None to use PyTorch operations, which have derivatives.
     """
-    if not wanted.names:
+    if not wanted:
         return {}
     if call.settings.part is not None:
         # PyTorch's operations would take the shard for a whole row.
         check_first_derivative("the gradient of a softmax of sharded rows")
     if launch is not None:
         saved = with_states(call, saved, dys, launch)
-    if launch is not None and wanted.names == ("x",):
-        return {"x": launch(gradient_call(call, saved, dys, wanted.dtype), ("y",))[0]}
+    if launch is not None and wanted == ("x",):
+        return {"x": launch(gradient_call(call, saved, dys, types.dtype), ("y",))[0]}
     options, x = call.scores, saved.get("x")
     scaled = options.softcap is not None or isinstance(options.scale, Tensor) or options.scale != 1
     if launch is None or (call.operation.per_row and scaled):
         dz = score_gradient(call, saved, dys["dy"])
     else:
         # The gradient with respect to the scores; the wanted gradients are computed from it.
-        dtype = torch.promote_types(wanted.dtype, dys["dy"].dtype)
+        dtype = torch.promote_types(types.dtype, dys["dy"].dtype)
         dz = launch(gradient_call(call, saved, dys, dtype, to_logits=False), ("y",))[0]
     slope = slope_of(options, x, dz.dtype)
     found = {}
-    if "x" in wanted.names:
-        found["x"] = (dz * (options.scale * slope)).to(wanted.dtype)
-    if "bias" in wanted.names:
-        assert wanted.bias_like is not None
-        shape, dtype = wanted.bias_like
+    if "x" in wanted:
+        found["x"] = (dz * (options.scale * slope)).to(types.dtype)
+    if "bias" in wanted:
+        assert types.bias_like is not None
+        shape, dtype = types.bias_like
         found["bias"] = dz.sum_to_size(shape).to(dtype)
-    if "scale" in wanted.names:
+    if "scale" in wanted:
         assert x is not None
         found["scale"] = (dz * slope * x.to(dz.dtype)).sum_to_size(options.scale.shape).to(options.scale.dtype)
     return found

@@ -49,6 +49,10 @@ class Loss(NamedTuple):
         """The loss with other settings."""
         return self._replace(settings=self.settings._replace(**values))
 
+    def per_row(self, **settings: Any) -> Loss:
+        """The loss of each row, not reduced, with other settings."""
+        return self._replace(reduction="none", settings=self.settings._replace(**settings))
+
     def wide(self, x: torch.Tensor) -> torch.dtype:
         """The dtype in which the losses of logits are computed."""
         return accumulator_of(x.dtype, self.settings.dtype or x.dtype)

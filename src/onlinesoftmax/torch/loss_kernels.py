@@ -123,7 +123,7 @@ def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: 
     if not is_recorded(call):
         return _reduced(call, loss, results)
     if waits_for_scale(call):
-        rows, *more = results_of(call, results, by_pytorch=_loss_by_pytorch, loss=loss._replace(reduction="none"))
+        rows, *more = results_of(call, results, by_pytorch=_loss_by_pytorch, loss=loss.per_row())
         return loss_eager.reduced(rows, target, weight, loss), *more
     return record(call, ("loss", "y", *results[1:]), results, forward=_reduced_by_kernels, **how)
 
@@ -201,7 +201,7 @@ def _prepared(call: Call, loss: Loss) -> Callable[..., Any] | None:
     """The function (x, target), or (x, target, weight), of a cacheable loss; None where it needs the general path."""
     how, wide = {"by_pytorch": _loss_by_pytorch, "loss": loss}, loss.wide(call.x)
     if loss.reduction != "none" and waits_for_scale(call):
-        of_rows = _prepared(call, loss.with_settings(dtype=wide)._replace(reduction="none"))
+        of_rows = _prepared(call, loss.per_row(dtype=wide))
         return of_rows and (
             lambda x, target, *weight: loss_eager.reduced(
                 of_rows(x, target, *weight), target, weight[0] if weight else None, loss

@@ -35,7 +35,7 @@ def split_tensors(call: Call) -> tuple[Call, dict[str, Tensor]]:
         for name in OPTION_TENSORS:
             if isinstance(getattr(options, name), Tensor):
                 tensors[name] = getattr(options, name)
-                options = options._replace(**{name: getattr(PLAIN, name)})
+        options = options.of(tuple([name for name in options.given if name not in tensors]))
     for name, value in call.beside.items():
         if isinstance(value, Tensor):
             tensors[name] = value
@@ -92,24 +92,22 @@ def saved_names(call: Call, tensors: Tensors, outputs: tuple[str, ...], wants_sc
     return tuple(names)
 
 
-class Wanted(NamedTuple):
-    """The gradients that the caller wants.
+class GradientTypes(NamedTuple):
+    """The dtypes and shapes of gradients that a call's own tensors do not tell.
 
     Attributes:
-        names: Names of the tensors with respect to which gradients are wanted: x, bias, scale.
         dtype: Dtype of the input.
         bias_like: Shape and dtype of the bias; None without one.
     """
 
-    names: tuple[str, ...]
     dtype: torch.dtype
     bias_like: tuple[torch.Size, torch.dtype] | None = None
 
     @classmethod
-    def of(cls, tensors: Tensors) -> Wanted:
-        """The gradient with respect to the input alone, for a call with these tensors."""
+    def of(cls, tensors: Tensors) -> GradientTypes:
+        """The types for a call with these tensors."""
         bias = tensors.get("bias")
-        return cls(("x",), tensors["x"].dtype, None if bias is None else (bias.shape, bias.dtype))
+        return cls(tensors["x"].dtype, None if bias is None else (bias.shape, bias.dtype))
 
 
 class Recording(NamedTuple):
@@ -125,12 +123,12 @@ class Recording(NamedTuple):
         saved_of, constant_of: Functions of the tuple (*tensors, *outputs) that give the tuple of the saved ones, and
             that of the results that have no gradient.
         results_of: The function of the same tuple that gives the results: a tensor, or a tuple of several.
-        wanted: Dtype of the input, and shape and dtype of the bias, for their gradients.  Backward replaces `names` by
-            the names of the tensors that need a gradient.
+        types: Dtype of the input, and shape and dtype of the bias, for their gradients.
         stores_gradient: True if forward writes the gradient of the scalar as its second output, which backward
             multiplies by the incoming gradient.
         forward: Function (recording, call) that computes the outputs; None for the kernel of the operation.
-        gradient: Function (call, saved, dys, wanted) that computes the gradients; None for the kernel of the gradient.
+        gradient: Function (call, saved, dys) that computes the gradient with respect to the input; None for the kernel
+            of the gradient.
         by_pytorch: Function (recording, call) that computes the results by PyTorch's operations, by the names in `dys`.
             Autograd differentiates them if the gradient is itself to be differentiated.  With None, the formulas of
             torch/formulas.py serve instead; if `stores_gradient` is True, None makes such a derivative an error.
@@ -147,10 +145,10 @@ class Recording(NamedTuple):
     saved_of: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
     results_of: Callable[[tuple[Tensor, ...]], Any]
     constant_of: Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]] | None
-    wanted: Wanted
+    types: GradientTypes
     stores_gradient: bool = False
     forward: Callable[..., tuple[Tensor, ...]] | None = None
-    gradient: Callable[..., dict[str, Tensor]] | None = None
+    gradient: Callable[..., Tensor] | None = None
     by_pytorch: Callable[..., dict[str, Tensor]] | None = None
     loss: Loss | None = None
     run: Callable[..., Any] | None = None
@@ -178,7 +176,7 @@ def recording_of(
     return Recording(
         bare, tuple(tensors), outputs, results, dys, saved, _tuple_of(names, saved),
         itemgetter(*map(names.index, results)), _tuple_of(names, constant) if constant else None,
-        Wanted.of(tensors), "y" in outputs and "y" not in results, **how,
+        GradientTypes.of(tensors), "y" in outputs and "y" not in results, **how,
     )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ def _by_kernel(call: Call) -> torch.Tensor:
         from . import custom_op
 
         dim = checked_dim(operation.name, settings.dim, x.dim())
-        y = custom_op.forward(Call(operation, x, settings._replace(dim=dim), call.options))
+        y = custom_op.forward(call.with_settings(dim=dim))
         return y if out is None else _write(operation, y, out)
     if _wants_derivatives(x, call.options):
         if out is not None:
@@ -260,7 +260,7 @@ def _over_dims(call: Call) -> torch.Tensor:
     if len(dims) < len(settings.dim):
         raise RuntimeError(f"{operation}(): dim {tuple(settings.dim)} names a dimension twice")
     if not x.dim():
-        return run(Call(operation, x, settings._replace(dim=0), options, out))
+        return run(call.with_settings(dim=0))
     # `dim=()` means all dimensions, as in PyTorch.
     dims = dims or list(range(x.dim()))
     at = dims[0] if dims[-1] - dims[0] < len(dims) else x.dim() - len(dims)

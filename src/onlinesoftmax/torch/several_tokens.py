@@ -20,7 +20,7 @@ from .formulas import accumulator_of
 from .gradients import gradient_call
 from .loss_arguments import is_class
 from .loss_eager import log_probabilities_of
-from .recording import Recording, Tensors, Wanted, outputs_to_keep
+from .recording import Recording, Tensors, outputs_to_keep
 
 Tensor = torch.Tensor
 
@@ -88,15 +88,15 @@ def _logprob(gathered: _Gathered, m: Tensor, l: Tensor) -> Tensor:
     return (gathered.z - m) - l.log().where(l != torch.inf, torch.nan)
 
 
-def _gradient(call: Call, saved: Tensors, dys: Tensors, _wanted: Wanted) -> dict[str, Tensor]:
-    """The gradient with respect to the logits, from the gradients of logprob, entropy and lse, by name."""
+def _gradient(call: Call, saved: Tensors, dys: Tensors) -> Tensor:
+    """The gradient with respect to the logits, from the gradients of logprob, entropy and lse."""
     dy, dentropy, dlse = dys.get("dy"), dys.get("dentropy"), dys.get("dlse")
     dim, gathered = call.settings.dim, _gathered(call)
     dy = torch.zeros_like(gathered.z) if dy is None else dy.to(gathered.z.dtype).where(gathered.inside, 0.0)
     # Every column has -p * (the sum of dy - dlse), as if it were the gradient of lse.
     to_lse = -dy.sum(dim) if dlse is None else dlse - dy.sum(dim)
     own, has_gradient = _sum_of_equal(dy, gathered.columns, dim), (dy != 0).any(dim, keepdim=True)
-    return {"x": _with_tokens(call, saved, gathered, own, to_lse, dentropy, has_gradient)}
+    return _with_tokens(call, saved, gathered, own, to_lse, dentropy, has_gradient)
 
 
 def gradient_of_tokens(call: Call, saved: Tensors, indices: Tensor, target: Tensor | None, dys: Tensors) -> Tensor:
