@@ -120,8 +120,9 @@ def _numbers_by_kernel(shard: Shard, entropy: bool) -> dict[str, Tensor]:
 
 
 def call_of(
-    operation: Operation, shard: Shard, operands: Mapping[str, Any] = NOTHING, columns: ColumnRange | None = None
-) -> Call:
+    operation: Operation, shard: Shard, operands: Mapping[str, Any] = NOTHING, columns: ColumnRange | None = None,
+    out: Tensor | None = None,
+) -> Call:  # fmt: skip
     """The call of an operation on a shard.
 
     Args:
@@ -129,13 +130,14 @@ def call_of(
         shard: The local part.
         operands: The operands besides the input: numbers, "weight", and tensors with one value per row or per call.
         columns: The position of the shard, if kernels exchange states.
+        out: Tensor that receives the result; None for a new one.
     """
     x, dim = shard.x, shard.dim
     beside = {name: t.unsqueeze(dim) if isinstance(t, Tensor) and t.dim() else t for name, t in operands.items()}
     if "weight" in operands:
         beside["weight"] = operands["weight"].view(-1, *[1] * (x.dim() - 1 - dim))
     settings = Settings(dim, x.dtype if operation.backward else None, choice=shard.choice, part=columns)
-    return Call(operation, x, settings, None if shard.options.plain else shard.options, None, beside)
+    return Call(operation, x, settings, None if shard.options.plain else shard.options, out, beside)
 
 
 def _numbers_by_pytorch(shard: Shard, entropy: bool) -> dict[str, Tensor]:
@@ -226,7 +228,7 @@ def probabilities(shard: Shard, m: Tensor, l: Tensor) -> Tensor:
 def _gradient_by_kernel(shard: Shard, given: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
     """The gradient with respect to the local logits, from these operands with one value per row."""
     operands = {name: t.contiguous() for name, t in given.items()}
-    (dx,) = launch(call_of(_BACKWARD, shard, operands)._replace(out=out), ("y",))
+    (dx,) = launch(call_of(_BACKWARD, shard, operands, out=out), ("y",))
     return dx
 
 

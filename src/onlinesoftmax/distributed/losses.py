@@ -178,11 +178,11 @@ def _statistics(
 
     Kernels alone return "y" and "lse" in the dtype `result`; otherwise all statistics have the accumulator's dtype.
     """
-    if call.options.bias is not None or isinstance(call.options.scale, Tensor):
-        x, call = eager.scores_of(x, dim, call.options, x.dtype)[0], call._replace(options=PLAIN)
-    bare = call.options._replace(mask=None)
-    signature = ShardSignature(dim, shards, bare, call.choice, None, outputs, result)
-    operands = Operands(x, call.options.mask, target)
+    options = call.options
+    if options.bias is not None or isinstance(options.scale, Tensor):
+        x, options = eager.scores_of(x, dim, options, x.dtype)[0], PLAIN
+    signature = ShardSignature(dim, shards, options._replace(mask=None), call.choice, None, outputs, result)
+    operands = Operands(x, options.mask, target)
     found = run_if_possible(signature, operands, call)
     if found is not None:
         return found

@@ -55,12 +55,12 @@ def _finite_power_of_two(n: Tensor) -> Tensor:
 @cache
 def choosing(finite: bool = False) -> selection.Functions:
     """PyTorch's functions for the choice of experts; `finite` for tensors of a CPU whose numbers are finite."""
-    of = selection.Functions(
+    return selection.Functions(
         namespace(torch.empty(0)), exact=lambda t: t, rounded=lambda t: t, double=Tensor.double, single=Tensor.float,
-        bounded=torch.clamp, power_of_two=_power_of_two, sqrt=torch.sqrt, log1p=torch.log1p, largest=_largest,
-        sorted=lambda t: t.sort(-1).values, take=_take,
+        bounded=torch.clamp, power_of_two=_finite_power_of_two if finite else _power_of_two, sqrt=torch.sqrt,
+        log1p=torch.log1p, largest=_largest, sorted=lambda t: t.sort(-1).values, take=_take,
+        number=_number if finite else float,
     )  # fmt: skip
-    return of._replace(power_of_two=_finite_power_of_two, number=_number) if finite else of
 
 
 @cache
@@ -225,7 +225,7 @@ def gradient(call: Call, found: Routed, given: Gradients, complete: bool = False
             factor = -total if factor is None else factor - total
     of_softmax = dp is not None and rule.score is Score.SOFTMAX
     if factor is not None or of_softmax:
-        p = (x - lse).exp() if _is_small(lse) else formulas.probabilities(of, x, rule._replace(score=Score.SOFTMAX))
+        p = (x - lse).exp() if _is_small(lse) else formulas.softmax(of, x)
         if of_softmax:
             centered = (p * dp).sum(1, keepdim=True)
             dx = p * (dp - (centered if factor is None else centered - factor))

@@ -182,11 +182,16 @@ def terms_of(of: Functions, x: Array) -> tuple[Array, Array, Array]:
 def probabilities(of: Functions, x: Array, rule: Rule) -> Array:
     """The probability of each expert, (..., experts), of logits x of this shape."""
     if rule.score is Score.SOFTMAX:
-        return _quotient(of.xp, x, *terms_of(of, x)[:2])
+        return softmax(of, x)
     xp, out = of.xp, x == -math.inf
     x = xp.where(out, 0.0, x)
     scores = xp.where(out, 0.0, score_of(of, x, rule))
     return scores if rule.score is Score.IDENTITY else scores / _divisor(xp, xp.sum(scores, -1))
+
+
+def softmax(of: Functions, x: Array) -> Array:
+    """The softmax of logits x."""
+    return _quotient(of.xp, x, *terms_of(of, x)[:2])
 
 
 def _quotient(xp: Any, x: Array, terms: Array, total: Array) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -88,12 +89,12 @@ def shapes(quick: bool = False) -> list[Shape]:
         for cols in grid.lengths:
             for dtype in DTYPES:
                 rows = max(FULL_BYTES // (cols * ITEMSIZE[dtype]), 1)
-                shape = Shape(grid.operation, dtype, rows, cols, grid.outputs)
-                full.append(shape)
+                shape = partial(Shape, grid.operation, dtype, outputs=grid.outputs)
+                full.append(shape(rows, cols))
                 if cols in grid.unaligned:
-                    unaligned.append(shape._replace(cols=cols + 1))
+                    unaligned.append(shape(rows, cols + 1))
                 if cols in grid.with_few_rows:
-                    few += [shape._replace(rows=some) for some in grid.few_rows if 4 * some <= rows]
+                    few += [shape(some, cols) for some in grid.few_rows if 4 * some <= rows]
     return [*full, *_large(full), *unaligned, *_large(unaligned), *few]
 
 

@@ -97,20 +97,20 @@ def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
 
     generator = torch.Generator().manual_seed(case.rows)
     drawn = torch.randint(case.shape[2], (case.rows // case.length, case.length), generator=generator).to(device)
-    batch = Batch(drawn, drawn.roll(-1, 1).flatten())
+    target = drawn.roll(-1, 1).flatten()
     if case.operation != POLICY:
-        return batch
+        return Batch(drawn, target)
     advantage = torch.randn(len(drawn), generator=generator).repeat_interleave(case.length)
     # No ratio lies so near the clip that the rounding of logits decides whether a token has a gradient.
     ahead = 0.05 * torch.randn(case.rows, generator=generator).clamp(-2, 2)
     ahead[::8] = 0.5
     with torch.no_grad():
-        hidden, weight = decoder(batch.tokens).float(), decoder.head.float()
-        parts = zip(hidden.split(AT_ONCE), batch.target.split(AT_ONCE), strict=True)
+        hidden, weight = decoder(drawn).float(), decoder.head.float()
+        parts = zip(hidden.split(AT_ONCE), target.split(AT_ONCE), strict=True)
         logprob = torch.cat([
-            torch.log_softmax(x @ weight.t(), -1).gather(1, target.unsqueeze(1)).squeeze(1) for x, target in parts
+            torch.log_softmax(x @ weight.t(), -1).gather(1, y.unsqueeze(1)).squeeze(1) for x, y in parts
         ])  # fmt: skip
-    return batch._replace(per_token=(advantage.to(device), logprob - ahead.to(device)))
+    return Batch(drawn, target, (advantage.to(device), logprob - ahead.to(device)))
 
 
 def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
