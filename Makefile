@@ -66,11 +66,13 @@ $(READY): requirements-dev.txt pyproject.toml
 	@# The pip of an old Python takes twice as long.
 	@$(PIP) install --no-compile "$$(grep '^pip==' requirements-dev.txt)"
 	@# A process downloads and unpacks with one processor, so two take one half each; the last install takes what is left.
-	@# Python compiles a module when it first imports it; compiling every module here would double the time.
+	@# Python compiles a module when it first imports it; compiling every module here would double the time.  But torch is
+	@# compiled while the last install uses one processor: each process that runs tests would compile it at once.
 	@for half in 0 1; do \
 		awk "NR % 2 == $$half" requirements-dev.txt >$(VENV)/half$$half.txt; \
 		$(PIP) install --no-compile --no-deps -r $(VENV)/half$$half.txt & \
 	done; wait
-	@$(PIP) install --no-compile -r requirements-dev.txt
+	@$(BIN)/python -m compileall -qq $(VENV)/lib/python*/site-packages/torch & \
+	$(PIP) install --no-compile -r requirements-dev.txt && wait
 	@$(PIP) install --no-deps --no-build-isolation -e .
 	@touch $@
