@@ -99,7 +99,7 @@ def test_tiles_of_unaligned_rows_lie_where_their_elements_lie(vector: int) -> No
             # Triton has to see one mask value for 16 bytes that begin on 16 bytes.
             assert (at[..., ::vector] % vector == 0).all()
             assert (inside.reshape(-1, vector).all(1) == inside.reshape(-1, vector).any(1)).all()
-        edges = jax.vmap(lambda r, cols=cols: Tile.of_edges(r, cols, vector))(rows)
+        edges = jax.vmap(lambda r, cols=cols: Tile.of_edges(r, cols, vector, True))(rows)
         for tile in (*tiles, edges):
             inside = np.asarray(tile.inside)
             at, column = (np.asarray(t)[inside] for t in (tile.at, tile.column))

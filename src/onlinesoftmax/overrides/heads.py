@@ -203,8 +203,8 @@ class Logits(torch.Tensor):
         """A tensor without numbers that has the same shape, strides and dtype."""
         return torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
 
-    def view_of(self, like: Tensor, step: Step) -> Logits | None:
-        """The view after a step; None where the step cuts the classes."""
+    def view_of(self, like: Tensor, step: Step, item: int | None = None) -> Logits | None:
+        """The view after a step, or one of several by its index; None where the step cuts the classes."""
         classes = self.head.weight.shape[0], 1
         here = [i for i, size in enumerate(zip(like.shape, like.stride(), strict=True)) if size == classes]
         if not here:
@@ -212,7 +212,7 @@ class Logits(torch.Tensor):
         # In inference mode, a view of an ordinary tensor is an ordinary tensor.
         with torch._C._InferenceMode(self.is_inference()):
             y: Logits = type(self)(like, self.device, self.numbers, int(self.storage_offset() + like.storage_offset()))
-        step = step._replace(classes=(self.classes_dim, here[-1]))
+        step = step._replace(item=item, classes=(self.classes_dim, here[-1]))
         y.head, y.path, y.rows, y.classes_dim = self.head, (*self.path, step), (*self.rows, step), here[-1]
         return y
 

@@ -21,7 +21,7 @@ def _view(x: Logits, step: Step) -> Any:
     found = step.of(x.meta())
     if isinstance(found, Tensor):
         return x.view_of(found, step)
-    views = [x.view_of(like, step._replace(item=i)) for i, like in enumerate(found)]
+    views = [x.view_of(like, step, i) for i, like in enumerate(found)]
     return None if any(y is None for y in views) else views
 
 

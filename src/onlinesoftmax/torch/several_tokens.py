@@ -60,7 +60,7 @@ def _forward(recording: Recording, call: Call) -> tuple[Tensor, ...]:
 def _outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
     states = ("lse", "m", "l", *(("entropy",) if "entropy" in names else ()))
     found = dict(zip(states, launch(_of_no_token(call), states), strict=True))
-    dim, gathered = call.settings.dim, _gathered(call)
+    dim, gathered = call.settings.dim, _gathered(call, call.beside["target"])
     y = _logprob(gathered, found["m"].unsqueeze(dim), found["l"].unsqueeze(dim))
     found["y"] = y.where(gathered.inside, torch.nan)
     return tuple([found[name] for name in names])
@@ -68,13 +68,12 @@ def _outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
 
 def _of_no_token(call: Call) -> Call:
     """The call with target -1 in each row, so that the kernel adds no target term."""
-    dim, index = call.settings.dim, call.beside["target"]
-    nowhere = index.new_full((*index.shape[:dim], 1, *index.shape[dim + 1 :]), -1, dtype=torch.int64)
-    return call._replace(beside={"target": nowhere})
+    x, dim = call.x, call.settings.dim
+    return call.with_operands(target=x.new_full((*x.shape[:dim], 1, *x.shape[dim + 1 :]), -1, dtype=torch.int64))
 
 
-def _gathered(call: Call) -> _Gathered:
-    x, dim, options, index = call.x, call.settings.dim, call.scores, call.beside["target"]
+def _gathered(call: Call, index: Tensor) -> _Gathered:
+    x, dim, options = call.x, call.settings.dim, call.scores
     inside = is_class(index, x.shape[dim])
     columns = index.where(inside, 0).long()
     if options.mask is not None:
@@ -91,7 +90,7 @@ def _logprob(gathered: _Gathered, m: Tensor, l: Tensor) -> Tensor:
 def _gradient(call: Call, saved: Tensors, dys: Tensors) -> Tensor:
     """The gradient with respect to the logits, from the gradients of logprob, entropy and lse."""
     dy, dentropy, dlse = dys.get("dy"), dys.get("dentropy"), dys.get("dlse")
-    dim, gathered = call.settings.dim, _gathered(call)
+    dim, gathered = call.settings.dim, _gathered(call, call.beside["target"])
     dy = torch.zeros_like(gathered.z) if dy is None else dy.to(gathered.z.dtype).where(gathered.inside, 0.0)
     # Every column has -p * (the sum of dy - dlse), as if it were the gradient of lse.
     to_lse = -dy.sum(dim) if dlse is None else dlse - dy.sum(dim)
@@ -111,8 +110,7 @@ def gradient_of_tokens(call: Call, saved: Tensors, indices: Tensor, target: Tens
     """
     dim, k = call.settings.dim, indices.shape[call.settings.dim]
     tokens = indices if target is None else torch.cat([indices, target.long().unsqueeze(dim)], dim)
-    call = call._replace(beside={"target": tokens})
-    gathered = _gathered(call)
+    gathered = _gathered(call, tokens)
     nothing = torch.zeros_like(gathered.z.narrow(dim, 0, k))
     dlogprobs = dys.get("logprobs", nothing)
     own, to_lse = dlogprobs + dys.get("values", nothing), dys.get("lse", 0.0) - dlogprobs.sum(dim)

@@ -90,13 +90,15 @@ class Shards(NamedTuple):
     of_weight: Names = ()
 
 
-def plan_of_losses(call: HeadCall, arrays: Mapping[str, Any]) -> LinearPlan:
-    """The plan of losses on arrays, or shapes and dtypes; ValueError where no plan fits into the memory."""
+def plan_of_losses(call: HeadCall, arrays: Mapping[str, Any], outputs: tuple[str, ...]) -> LinearPlan:
+    """The plan of losses with these outputs, from arrays, or shapes and dtypes.
+
+    Raises:
+        ValueError: no plan fits into the memory.
+    """
     name = "linear_cross_entropy"
-    return _noted(
-        name, arrays,
-        _plan(call, problem_of(name, *_sizes(call.outputs, arrays), whole_rows=True, in_place=call.in_place)),
-    )  # fmt: skip
+    problem = problem_of(name, *_sizes(outputs, arrays), whole_rows=True, in_place=call.in_place)
+    return _noted(name, arrays, _plan(call, problem))
 
 
 def takes_columns(call: HeadCall, arrays: Mapping[str, Any], each: bool) -> bool:

@@ -63,7 +63,7 @@ def _total(found: Values, rest: Values) -> tuple[Array, Values]:
 
 def _known_forward(call: HeadCall, inputs: Any, rest: Any) -> Any:
     inputs, rest, wanted = _opened(inputs, rest)
-    found = bind(call._replace(outputs=(*call.outputs, *wanted)), _arrays(inputs, rest))
+    found = bind(call, _arrays(inputs, rest), (*call.outputs, *wanted))
     gradients = {name: found.pop(name) for name in wanted}
     return _total(found, rest), gradients
 
@@ -97,7 +97,7 @@ def _later_backward(call: HeadCall, kept: Any, changes: Any) -> Any:
     dy = _cotangent(call, changes["loss"])
     if dy is None:
         return (None,) * 3, None
-    found = bind(call._replace(outputs=("loss", *wanted)), _arrays(inputs, {**rest, "factor": dy}))
+    found = bind(call, _arrays(inputs, {**rest, "factor": dy}), ("loss", *wanted))
     return _in_order({name: found[name].astype(call.dtype) for name in wanted})
 
 
@@ -118,8 +118,7 @@ def _statistics_forward(call: HeadCall, inputs: Any, rest: Any) -> Any:
     inputs, rest, wanted = _opened(inputs, rest)
     arrays = _arrays(inputs, rest)
     plan = plan_of_statistics(call, arrays, wanted)
-    outputs = (*call.outputs, "z") if plan.keeps else call.outputs
-    found = bind(call._replace(outputs=outputs), arrays)
+    found = bind(call, arrays, (*call.outputs, "z") if plan.keeps else call.outputs)
     rest.update({name: found[name] for name in ("m", "l", "entropy", "z") if name in found})
     return _results(found), (inputs, rest, dict.fromkeys(wanted))
 
@@ -131,8 +130,7 @@ def _statistics_backward(call: HeadCall, kept: Any, changes: Any) -> Any:
     if not given:
         return (None,) * 3, None
     given.setdefault("dy", jnp.zeros_like(rest["m"]))
-    backward = call._replace(kind="gradient", outputs=tuple(wanted))
-    found = bind(backward, _arrays(inputs, {**rest, **given}))
+    found = bind(call, _arrays(inputs, {**rest, **given}), tuple(wanted), "gradient")
     return _in_order({name: t.astype(call.dtype) for name, t in found.items()})
 
 

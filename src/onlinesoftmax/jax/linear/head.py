@@ -21,43 +21,45 @@ from .. import array_types, custom_op, partitioning
 from ..shards import Run
 from ..signature import Names, Values
 from . import columns, tokens
-from .call import GRADIENTS, HeadCall, Shards, columns_at_once, layout, plan_of_losses, types
+from .call import GRADIENTS, HeadCall, Shards, layout, plan_of_losses, plan_of_statistics, types
 
 KINDS = {"losses": tokens.losses, "statistics": columns.statistics, "gradient": columns.gradient}
 """The computation of each kind of call."""
 
 
-def bind(call: HeadCall, arrays: Mapping[str, Array]) -> Values:
+def bind(call: HeadCall, arrays: Mapping[str, Array], outputs: tuple[str, ...] | None = None, kind: str = "") -> Values:
     """The results of a call by name.
 
     Args:
         call: The call.
         arrays: x with any number of axes of tokens, weight, and the other arrays that the kind reads.
+        outputs, kind: Names of the results and kind where they are not those of the call.
 
     Raises:
         ValueError: the smallest chunk does not fit into the memory.
     """
     arrays = {"x": arrays["x"], "weight": arrays["weight"], **arrays}
+    call = _planned(call, arrays, call.outputs if outputs is None else outputs, kind or call.kind)
     if jax.sharding.get_abstract_mesh().manual_axes:
         # The results of a token are the same along the axes of the exchange, so that its target must not vary there.
         # A constant of a loss varies as it did when the loss was traced.
         shared = {name for name in arrays if layout(name)}
         every = frozenset().union(*(array_types.varying(arrays[name]) for name in shared)) - set(call.names)
         arrays = {name: array_types.vary(t, every) if name in shared else t for name, t in arrays.items()}
-        return _of_device(custom_op.bind, _planned(call, arrays), Shards(call.names), arrays)
-    results = HEAD.bind(*arrays.values(), names=tuple(arrays), call=_planned(call, arrays))
+        return _of_device(custom_op.bind, call, Shards(call.names), arrays)
+    results = HEAD.bind(*arrays.values(), names=tuple(arrays), call=call)
     return dict(zip(call.outputs, results, strict=True))
 
 
-def _planned(call: HeadCall, arrays: Mapping[str, Array]) -> HeadCall:
-    """The call with the dtype of its sum, if its plan for whole arrays fits into the memory."""
+def _planned(call: HeadCall, arrays: Mapping[str, Array], outputs: tuple[str, ...], kind: str) -> HeadCall:
+    """The call of a kind with these outputs and the dtype of its sum, if its plan for whole arrays fits the memory."""
     x, several = arrays["x"], False
-    if call.kind != "losses":
-        columns_at_once(call, arrays)
+    if kind != "losses":
+        plan_of_statistics(call, arrays, outputs)
     else:
         # A single product is rounded once by itself; in float16 a sum over all tokens could be infinite.
-        several = plan_of_losses(call, arrays).chunks > 1 or x.dtype == jnp.float16
-    return call._replace(sum_dtype=call.acc_dtype if several else x.dtype.name)
+        several = plan_of_losses(call, arrays, outputs).chunks > 1 or x.dtype == jnp.float16
+    return call._replace(kind=kind, outputs=outputs, sum_dtype=call.acc_dtype if several else x.dtype.name)
 
 
 def _of_device(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:

@@ -28,7 +28,7 @@ def losses(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:
         arrays: The arrays of one device; the tokens have one axis.
     """
     x, weight, wide, wanted = arrays["x"], arrays["weight"], accumulator(arrays["x"]), types(call, arrays)
-    chunk = plan_of_losses(call, arrays).chunk
+    chunk = plan_of_losses(call, arrays, call.outputs).chunk
     of_input = wide if shards.of_input else x.dtype
     of_weight = call.sum_dtype if chunk >= x.shape[0] and not shards.of_weight else call.acc_dtype
 

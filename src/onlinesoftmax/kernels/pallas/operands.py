@@ -83,12 +83,16 @@ class Tile(NamedTuple):
         return cls(at, col + _lanes((1, block), 1) < end - body, jnp.full((1, 1), row), at - begin)
 
     @classmethod
-    def of_edges(cls, row: Array, cols: int, vector: int) -> Tile:
-        """The head and the tail of an unaligned row: the elements before and after its aligned body."""
+    def of_edges(cls, row: Array, cols: int, vector: int, enabled: Any) -> Tile:
+        """The head and the tail of an unaligned row: the elements before and after its aligned body.
+
+        It has no element where `enabled` is False.
+        """
         begin, body, end = cls._bounds(row, cols, vector)
         lane = _lanes((1, 2 * vector), 1)
         at = jnp.where(lane < vector, begin + lane, end - vector + lane)
-        return cls(at, (at < body) | (at >= end) & (at < begin + cols), jnp.full((1, 1), row), at - begin)
+        inside = (at < body) | (at >= end) & (at < begin + cols)
+        return cls(at, inside & enabled, jnp.full((1, 1), row), at - begin)
 
     @staticmethod
     def _bounds(row: Array, cols: int, vector: int) -> tuple[Array, Array, Array]:
@@ -183,8 +187,7 @@ class Operands(NamedTuple):
         """The tile of the head and the tail of an unaligned row; it has no element where `enabled` is False."""
         if self.vector == 1:
             return []
-        tile = Tile.of_edges(jnp.int32(row), self.cols, self.vector)
-        return [tile._replace(inside=tile.inside & enabled)]
+        return [Tile.of_edges(jnp.int32(row), self.cols, self.vector, enabled)]
 
     def load(self, refs: tuple[Any, ...], tile: Tile) -> tuple[Array, Array, Array]:
         """(a, b, kept) of a tile: the pairs of formulas.py, and True where an element exists and no mask forbids it."""
