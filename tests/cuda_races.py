@@ -45,7 +45,8 @@ from onlinesoftmax.routing.kernels import gradient, losses
 from onlinesoftmax.routing.kernels import source as routing
 from onlinesoftmax.routing.rules import Rule, checked_rule
 from onlinesoftmax.sampling.kernels import source as sampling
-from onlinesoftmax.sampling.kernels import topk, unfiltered
+from onlinesoftmax.sampling.kernels import topk, unfiltered, verify
+from onlinesoftmax.sampling.masses import MASS_BITS
 
 ROWS = {PIPELINE: 8, STREAM: 8}
 """Rows of a call, elsewhere 20.  A block of row, packed, pipeline and stream gets several."""
@@ -89,7 +90,7 @@ def main(folder: Path, share: str) -> None:
     os.environ.pop("LD_PRELOAD", None)
     for i, kernel in enumerate(KERNELS):
         run_kernel(kernel, kernel, folder, ASKS[(i + (share == "few")) % 2])
-    for kernel in ("reduction", "sample", "unfiltered", "topk", *ROUTING) if share == "few" else ():
+    for kernel in ("reduction", "sample", "unfiltered", "topk", "verify", *ROUTING) if share == "few" else ():
         run_kernel(kernel, kernel, folder)
     text = source.text
     for kernel, file, barrier in SHARES[share]:
@@ -115,6 +116,8 @@ def run_kernel(kernel: str, name: str, folder: Path, ask: Ask = ASKS[0]) -> None
         return sample_unfiltered(folder)
     if kernel == "topk":
         return list_largest(folder)
+    if kernel == "verify":
+        return verify_drafts(folder)
     if kernel == "route":
         return choose_experts(RULE, folder)
     if kernel == "route by long lists":
@@ -193,6 +196,29 @@ def list_largest(folder: Path) -> None:
     shape = topk.Shape("float32", 2, 128, True, True, topk.FEW)
     cuda_simulator.simulate_own(topk.KERNEL, shape, arrays, numbers, 1, folder)
     assert arrays["indices"].tolist() == [*range(cols - 1, cols - 1 - k, -1)]
+
+
+def verify_drafts(folder: Path) -> None:
+    """Run the kernel that verifies drafts, on rows of two blocks; the second draft of each is replaced."""
+    rows, n, cols = 2, 2, 1500
+    x = np.tile(np.linspace(-3, 3, cols, dtype=np.float32), (rows * (n + 1), 1))
+    mass = np.round(np.exp(x.astype(np.float64) - 3) * 2.0**MASS_BITS).sum(1).astype(np.int64)
+    last = np.full(rows * (n + 1), cols - 1)
+    zeros, valid = np.zeros(rows * (n + 1), np.int64), np.ones(rows * (n + 1), np.uint8)
+    arrays: dict[str, Any] = {"target_x": x, "draft_x": x[:, ::-1].copy(), "sampled": last}
+    for model, largest in (("target", last), ("draft", zeros)):
+        fields = {"largest": largest, "key": zeros, "mass": mass, "valid": valid}
+        arrays |= {f"{model}_{name}": array for name, array in fields.items()}
+    arrays |= {
+        "drafts": np.array([cols - 1, 0] * rows), "accepted": np.zeros(rows, np.int64),
+        "valid": np.zeros(rows, np.uint8), "tokens": np.zeros(rows * (n + 1), np.int64),
+        "logprobs": np.zeros(rows * (n + 1), np.float32),
+    }  # fmt: skip
+    numbers = cols, cols, cols, sampling.slice_of(cols, 2), n, 0, sampling.bits_of(1.0, "<f"), 0, 5, 0
+    cuda_simulator.simulate_own(
+        verify.KERNEL, verify.Shape("float32", 2, 64, True, True), arrays, numbers, rows, folder
+    )
+    assert arrays["accepted"].tolist() == [1] * rows
 
 
 RULE = checked_rule("route", 48, 4, "softmax", "score_first", (4, 2, "top2_sum"), True, 1.0)

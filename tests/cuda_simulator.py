@@ -109,6 +109,7 @@ REPLACED = {
         "inline float log_of_two(float y)": "{ return logf(y) * 1.44269504f; }",
         "inline float reciprocal(float y)": "{ return 1 / y; }",
         "inline uint64 look_shared(const uint64* from)": "{ return look(from); }",
+        "inline unsigned look_shared(const unsigned* from)": "{ return look(from); }",
     },
     "weights": {
         "inline float log_of_two(float y)": "{ return logf(y) * 1.44269504f; }",

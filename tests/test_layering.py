@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "sampling.philox",
         "sampling.results",
         "sampling.rules",
+        "sampling.verification",
     ),
     ("routing.formulas", "routing.losses", "routing.presets", "routing.results", "routing.rules", "routing.selection"),
     ("kernels.cuda.strategy",),

@@ -17,8 +17,10 @@ from hard_logits import assert_same_samples
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.arguments import checked_logits, checked_parameters
-from onlinesoftmax.sampling.distribution import KeptRows, distribution_of
+from onlinesoftmax.sampling.distribution import constants_of, distribution_of, log_of, reaches_min_p
 from onlinesoftmax.sampling.kernels import sample_launch, source, unfiltered_launch
+from onlinesoftmax.sampling.order import ordered
+from onlinesoftmax.sampling.philox import LOW
 from pairs import rest_exhaustive
 
 Tensor = torch.Tensor
@@ -46,7 +48,7 @@ def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> 
     out["valid"] = torch.empty(rows, dtype=torch.bool)
     flags = given.get("ties") == "first", given.get("logprobs") == "raw"
     narrow = sum(flag for name, flag in source.NARROW.items() if name in tensors and tensors[name].dtype.itemsize == 4)
-    others = narrow, *(0 if name in tensors else _number(name, operands[name]) for name in operands)
+    others = 1, narrow, *(0 if name in tensors else _number(name, operands[name]) for name in operands)
     numbers = x.stride(0), cols, source.slice_of(cols, cluster), *flags, top, *others
     memory = {name: t for name, t in {"x": x, **tensors, **out}.items() if name in source.POINTERS}
     simulate_own(source.KERNEL, shape, memory, numbers, rows, folder)
@@ -62,20 +64,21 @@ def _number(name: str, value: Any) -> int:
 def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None:
     got = simulated(x, cluster, folder, top, **given)
     assert_same_samples(got, osm.sample(x, top_logprobs=top, **given)._asdict())
-    rows, cols = x.shape
+    cols = x.shape[1]
     filters = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
     filters["temperature"] = given.get("temperature", 1.0)
     parameters = checked_parameters(
         checked_logits("sample", x, 1, 1.0, None, None, None), *filters.values(), given.get("ties", "keep")
     )
-    kept = KeptRows(x, parameters, x.amax(1, keepdim=True), got["kept_key"], got["kept_mass"])
     want = distribution_of(x.float(), parameters)
-    same, valid = kept.of_rows(torch.arange(rows)), want.valid.squeeze(1)
-    by_id = [torch.empty_like(t).scatter(1, want.tokens, t)[valid] for t in (want.kept, want.z)]
-    assert torch.equal(same.valid, want.valid)
-    assert all(map(torch.equal, (same.kept[valid], same.z[valid], same.log_sum[valid]), (*by_id, want.log_sum[valid])))
-    chosen = got["token"].clamp(0, cols - 1)
-    assert torch.equal(kept.of_token(chosen).probabilities()[valid], want.of_token(chosen).probabilities()[valid])
+    valid = want.valid.squeeze(1)
+    # Sort keys are unsigned: one with the sign of the other bit pattern has the order of signed numbers.
+    keys = (ordered(x.float()).long() << 32) + (LOW - torch.arange(cols))
+    z, (temperature, _, _) = want.by_id(want.z), constants_of(want.m, parameters)
+    kept = (keys >= (got["kept_key"] ^ -(1 << 63)).unsqueeze(1)) & (z > -torch.inf)
+    kept = kept & reaches_min_p(z, temperature, parameters)
+    assert torch.equal(kept[valid], want.by_id(want.kept)[valid])
+    assert torch.equal(log_of(got["kept_mass"].unsqueeze(1))[valid], want.log_sum[valid])
 
 
 @pytest.mark.parametrize(

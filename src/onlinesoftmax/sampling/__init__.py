@@ -101,7 +101,7 @@ def sample(
         generator is None and bias is None and mask is None and softcap is None and return_support is None
         and type(top_logprobs) is int and type(dim) is int
     )  # fmt: skip
-    filters, others = (top_k, top_p, min_p), (ties, logprobs, top_logprobs, dim)
+    filters, others = (top_k, top_p, min_p), ("sample", ties, logprobs, top_logprobs, dim)
     if plain and _PREPARED:
         _, call = _PREPARED[0].look_up_call(logits, temperature, seed, offset, filters, others)
         if call is not None:
@@ -233,6 +233,13 @@ def verify(
         >>> found.accepted, found.tokens
         (tensor([1]), tensor([[ 0,  1, -1]]))
     """
+    others: tuple[Any, ...] = (draft_tokens,) if draft_logits is None else (draft_tokens, draft_logits)
+    filters, called = (top_k, top_p, min_p), ("verify", ties, len(others))
+    if generator is None and _PREPARED:
+        _, call = _PREPARED[0].look_up_call(target_logits, temperature, seed, offset, filters, called, *others)
+        if call is not None:
+            ready: Verified = call(target_logits, draft_tokens, draft_logits, temperature, seed, offset, filters)
+            return ready
     arguments, run = _modules("verify", target_logits)
     target = arguments.checked_logits("verify", target_logits, -1, 1.0, None, None, None, "target_logits")
     draft = None
@@ -242,6 +249,12 @@ def verify(
     given = arguments.checked_parameters(rows, temperature, top_k, top_p, min_p, ties)
     seeds = arguments.checked_seeds(rows, seed, offset, generator)
     found: Verified = run.verify(target, draft_tokens, draft, given, *seeds)
+    if generator is None and not isinstance(target_logits, np.ndarray):
+        from . import prepared
+
+        operands = temperature, seed, offset
+        if prepared.prepare_verify(rows, draft_tokens, draft, operands, filters, given, called) and not _PREPARED:
+            _PREPARED.append(prepared)
     return found
 
 

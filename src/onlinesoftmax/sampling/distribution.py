@@ -14,7 +14,6 @@ import torch
 from ..core.options import LARGEST_FLOAT32
 from .masses import MASS_BITS, POWER_OF_TWO
 from .order import largest
-from .philox import LOW
 from .results import Sampled, Support
 from .rules import Parameters
 
@@ -44,11 +43,6 @@ class Distribution(NamedTuple):
     log_sum: Tensor
     valid: Tensor
 
-    @property
-    def length(self) -> int:
-        """Number of tokens of a row."""
-        return self.z.shape[1]
-
     def of_rows(self, rows: Tensor) -> Distribution:
         """The distribution of some rows."""
         return Distribution(*[t[rows] for t in self])
@@ -64,52 +58,9 @@ class Distribution(NamedTuple):
         p = (self.z / self.temperature - self.log_sum).exp().masked_fill(~self.kept, 0.0)
         return p.masked_fill(~self.valid, torch.nan)
 
-
-class KeptRows(NamedTuple):
-    """Rows of which a kernel has found what is kept; their distributions are made where they are needed.
-
-    Attributes:
-        scores: Scores (rows, tokens), in the order of the token ids.
-        parameters: Temperature and filters.
-        m: Largest score, (rows, 1).
-        key: The least sort key that top_k and top_p keep, (rows,) int64; 0 if they keep all.  The high 32 bits of a key
-            are those of the score, in the order of integers; the low ones are those of the token id, inverted.
-        mass: The mass of the tokens that these and min_p keep, (rows,) int64.
-    """
-
-    scores: Tensor
-    parameters: Parameters
-    m: Tensor
-    key: Tensor
-    mass: Tensor
-
-    @property
-    def length(self) -> int:
-        """Number of tokens of a row."""
-        return self.scores.shape[1]
-
-    def of_rows(self, rows: Tensor) -> Distribution:
-        """The distribution of some rows."""
-        scores, m, key, mass = (t[rows] for t in (self.scores, self.m, self.key, self.mass))
-        some = KeptRows(scores, self.parameters.map(lambda t: t[rows]), m, key, mass)
-        return some._distribution(scores, torch.arange(self.length, device=key.device).expand_as(scores))
-
-    def of_token(self, token: Tensor) -> Distribution:
-        """One token of each row, in one column; the numbers of rows are those of whole rows."""
-        ids = token.unsqueeze(1)
-        return self._distribution(self.scores.gather(1, ids), ids)
-
-    def _distribution(self, scores: Tensor, ids: Tensor) -> Distribution:
-        """The distribution of some tokens of each row."""
-        m, given, key = self.m.double(), self.parameters, self.key.unsqueeze(1)
-        temperature, _, valid = constants_of(m, given)
-        z = below(scores, m)
-        # The bits of a negative number grow with its magnitude, so all but the sign are inverted.
-        bits = ((key >> 32 & LOW) - 2**31).int()
-        least = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32).masked_fill(key == 0, -torch.inf)
-        kept = (scores > least) | ((scores == least) & (ids <= (~key & LOW)))
-        kept = kept & (z > -torch.inf) & reaches_min_p(z, temperature, given)
-        return Distribution(ids, z, kept, m, temperature, log_of(self.mass.unsqueeze(1)), valid)
+    def by_id(self, t: Tensor) -> Tensor:
+        """Numbers of the tokens in the order of their ids."""
+        return torch.empty_like(t).scatter(1, self.tokens, t)
 
 
 def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
@@ -191,7 +142,8 @@ def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
 
 def log_of(mass: Tensor) -> Tensor:
     """Logarithm of a mass, float64."""
-    return mass.double().log() - MASS_BITS * math.log(2.0)
+    # The mass of one token is 1, of which every library's logarithm is 0.
+    return (mass.double() * 2.0**-MASS_BITS).log()
 
 
 def log_sum_of(z: Tensor, kept: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The formulas of sampling for NumPy, and for JAX with 64-bit types: the distribution of a row, its noise, its token.
 
-They give the tokens that distribution.py, noise.py, order.py and verification.py give for torch tensors.  A row is the
+They give the tokens that distribution.py, noise.py and order.py give for torch tensors.  A row is the
 last axis, and its tokens keep their order: the threshold of a filter is found without sorting, one bit after the other.
 So each step is a sum over the row, which a compiler can divide over devices.
 """
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from ..core.arrays import Array
 from ..core.options import LARGEST_FLOAT32
+from . import verification
 from .masses import MASS_BITS, POWER_OF_TWO
 from .philox import ACCEPT, CORRECT, GRID, LOW, SAMPLE, philox
 from .rules import Parameters
@@ -206,7 +207,7 @@ def _masses(of: Functions, z: Array, temperature: Array, wide: bool) -> Array:
 
 def _log(of: Functions, masses: Array) -> Array:
     """Logarithm of the sum of the masses of each row, (rows, 1) float64."""
-    return of.xp.log(of.xp.sum(masses, -1, keepdims=True).astype(of.xp.float64)) - MASS_BITS * math.log(2.0)
+    return of.xp.log(of.xp.sum(masses, -1, keepdims=True).astype(of.xp.float64) * 2.0**-MASS_BITS)
 
 
 def _log_sum(of: Functions, z: Array, kept: Array) -> Array:
@@ -263,33 +264,24 @@ def verify(
     of_p = xp.take_along_axis(_probabilities(of, target)[..., :n, :], columns, -1)[..., 0]
     of_q = 1.0 if draft is None else xp.take_along_axis(_probabilities(of, draft), columns, -1)[..., 0]
     chance = uniform(of, seed, offset + xp.arange(n)[:, None], 1, ACCEPT)[..., 0]
-    stays = exists & (chance * of_q < of_p)
-    accepted = xp.sum(xp.cumprod(stays.astype(xp.int64), -1), -1, keepdims=True)
+    accepted = verification.number_accepted(exists, of_p, of_q, chance)
 
-    # One more token: it stands at the first draft that does not stay, or behind the last one.
     here, offset = _at(of, target, accepted[..., None]), offset + accepted[..., None]
-    p = _probabilities(of, here)
-    # Where there is no draft, or nothing is left of p, the token is that of `sample`.
-    keys = _keys(of, here, seed, offset)
+    p, keys = (t[..., 0, :] for t in (_probabilities(of, here), _keys(of, here, seed, offset)))
     if n:
         at = xp.minimum(accepted, n - 1)
         if draft is None:
-            q = (xp.take_along_axis(columns, at[..., None], -2) == xp.arange(tokens)).astype(xp.float64)
+            q = (xp.take_along_axis(columns[..., 0], at, -1) == xp.arange(tokens)).astype(xp.float64)
         else:
-            q = _probabilities(of, _at(of, draft, at[..., None]))
-        left = xp.maximum(p - q, 0)
-        corrects = xp.take_along_axis(exists, at, -1) & (accepted < n) & (xp.sum(left, -1) > 0)
-        corrected = xp.log(left) + gumbel(of, seed, offset, tokens, CORRECT)
-        keys = xp.where(corrects[..., None], corrected, keys)
-
-    position, valid = xp.arange(n + 1), here.valid[..., 0]
-    last = xp.where(valid, xp.argmax(keys, -1), -1)
-    more, of_more = (xp.concatenate([t, xp.zeros(accepted.shape, t.dtype)], -1) for t in (drafts, of_p))
-    found = xp.where(position < accepted, more, xp.where(position == accepted, last, -1))
-    of_last = xp.take_along_axis(p[..., 0, :], xp.maximum(last, 0), -1)
-    logprobs = xp.log(xp.where(position < accepted, of_more, of_last))
-    logprobs = xp.where(found < 0, 0.0, logprobs).astype(scores[0].dtype)
-    return accepted[..., 0], found, logprobs, valid[..., 0]
+            q = _probabilities(of, _at(of, draft, at[..., None]))[..., 0, :]
+        replaces = xp.take_along_axis(exists, at, -1) & (accepted < n)
+        noise = gumbel(of, seed, offset, tokens, CORRECT)[..., 0, :]
+        keys = verification.keys_of_next(xp, p, q, replaces, noise, keys)
+    valid = here.valid[..., 0]
+    last = xp.where(valid, xp.argmax(keys, -1, keepdims=True), -1)
+    of_last = xp.take_along_axis(p, xp.maximum(last, 0), -1)
+    found, logprobs = verification.row_of(xp, xp.arange(n + 1), accepted, drafts, of_p, last, of_last)
+    return accepted[..., 0], found, logprobs.astype(scores[0].dtype), valid[..., 0]
 
 
 def _at(of: Functions, found: Distribution, position: Array) -> Distribution:

@@ -1,4 +1,4 @@
-"""Prepared calls of `sample` and of `topk_logprobs`: a repeated call on a GPU checks only its key.
+"""Prepared calls of `sample`, `verify` and `topk_logprobs`: a repeated call on a GPU checks only its key.
 
 A temperature, a seed or an offset that is a number is no part of the key: each token of a text has another offset.
 """
@@ -18,20 +18,22 @@ from .results import TopLogprobs
 from .rules import Parameters
 from .topk import How, Listed
 
-__all__ = ["look_up", "look_up_call", "prepare", "prepare_topk"]
+__all__ = ["look_up", "look_up_call", "prepare", "prepare_topk", "prepare_verify"]
 
 Tensor = torch.Tensor
 
 
 def look_up_call(
-    x: Any, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], arguments: tuple[Any, ...]
-) -> tuple[tuple[Any, ...], Any]:
+    x: Any, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], arguments: tuple[Any, ...],
+    *others: Tensor,
+) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
     """(key, prepared call), as `look_up`: without a prepared call, the key is () if the call is not to be prepared.
 
     Args:
-        x, temperature, seed, offset: Arguments of `sample`.
+        x, temperature, seed, offset: Arguments of `sample` or `verify`.
         filters: Its arguments top_k, top_p and min_p.  Their numbers are part of the key, so they have been checked.
-        arguments: Its other arguments.
+        arguments: Name of the function, and its other arguments.
+        others: Its other tensors.
     """
     tensors: list[Any] = [None, None, None]
     kind = type(temperature)
@@ -47,7 +49,7 @@ def look_up_call(
             return (), None
     top_k, top_p, min_p = filters
     if top_k is None and top_p is None and min_p is None:
-        return look_up(("sample", arguments, seed is None), x, *tensors)
+        return look_up((arguments, seed is None), x, *others, *tensors)
     numbers: list[Any] = []
     for value in filters:
         kind = type(value)
@@ -59,51 +61,97 @@ def look_up_call(
             tensors.append(None)
         else:
             return (), None
-    return look_up(("sample", arguments, seed is None, *numbers), x, *tensors)
+    return look_up((arguments, seed is None, *numbers), x, *others, *tensors)
 
 
 def prepare(
     logits: Logits, operands: tuple[Any, ...], filters: tuple[Any, Any, Any], parameters: Parameters,
     arguments: tuple[Any, ...], raw: bool,
 ) -> bool:  # fmt: skip
-    """Prepare the calls that are like one that has passed all checks; returns False if that is not possible.
+    """Prepare the calls of `sample` that are like one that has passed all checks; False if that is not possible.
 
     Args:
         logits: The logits of that call.
         operands: Its temperature, seed and offset.
         filters: Its arguments top_k, top_p and min_p.
         parameters: Temperature and filters as tensors.
-        arguments: Its other arguments: ties, logprobs, top_logprobs and dim.
+        arguments: "sample" and its other arguments: ties, logprobs, top_logprobs and dim.
         raw: As for `sample` in run.py.
     """
-    x, (temperature, seed, offset) = logits.x, operands
-    key, _ = look_up_call(x, temperature, seed, offset, filters, arguments)
-    if not key or not reads_cuda(x):
+    temperature, seed, offset = operands
+    key, _ = look_up_call(logits.x, temperature, seed, offset, filters, arguments)
+    rows = _rows_in_place(logits) if key else None
+    if rows is None or not _are_of_rows(logits, operands, filters):
         return False
-    rows = in_rows(x, logits.dim)
-    tensors = [t for t in (*operands, *filters) if isinstance(t, Tensor)]
-    if not all(t.shape == logits.rows and t.device == x.device and t.is_contiguous() for t in tensors):
-        return False
-    if rows.data_ptr() != x.data_ptr():
-        return False  # the rows are a copy
     from .kernels import sample_launch
 
-    run = sample_launch.bind(rows, logits.rows, parameters, raw, arguments[2])
+    run = sample_launch.bind(rows, logits.rows, parameters, raw, arguments[3])
     if run is None:
         return False
-    converted = [t.dtype for t in _converted(*operands, *filters) if isinstance(t, Tensor)]
-    run = run if converted == [t.dtype for t in tensors] else partial(_run_converted, run)
-    keep(PREPARED_CALLS, key, run if seed is not None else partial(_run_with_drawn_seeds, run, len(rows)))
+    keep(PREPARED_CALLS, key, _made_ready(run, operands, filters, len(rows)))
     return True
 
 
-def _run_with_drawn_seeds(run: Any, count: int, x: Tensor, temperature: Any, _: None, offset: Any, filters: Any) -> Any:
-    return run(x, temperature, drawn_seeds(count, x.device, None), offset, filters)
+def prepare_verify(
+    target: Logits, drafts: Tensor, draft: Logits | None, operands: tuple[Any, ...], filters: tuple[Any, Any, Any],
+    parameters: Parameters, arguments: tuple[Any, ...],
+) -> bool:  # fmt: skip
+    """Prepare the calls of `verify` that are like one that has passed all checks; False if that is not possible.
+
+    Args:
+        target: The logits of the target model in that call, with the rows of drafts.
+        drafts: Its drafted tokens.
+        draft: The logits of its draft model, or None.
+        operands, filters, parameters: As for `prepare`.
+        arguments: "verify" and its other arguments.
+    """
+    models, (temperature, seed, offset) = [target] if draft is None else [target, draft], operands
+    others = [drafts, *(one.x for one in models[1:])]
+    key, _ = look_up_call(target.x, temperature, seed, offset, filters, arguments, *others)
+    rows = [t for t in map(_rows_in_place, models) if t is not None] if key else []
+    if len(rows) < len(models) or not _are_of_rows(target, operands, filters):
+        return False
+    if drafts.dtype != torch.int64 or not drafts.is_contiguous() or rows[0].dtype != rows[-1].dtype:
+        return False
+    from .kernels import verify_launch
+
+    run = verify_launch.bind(rows, target.rows, drafts.shape[-1], parameters.first)
+    if run is None:
+        return False
+    keep(PREPARED_CALLS, key, _made_ready(run, operands, filters, drafts.shape[:-1].numel()))
+    return True
 
 
-def _run_converted(run: Any, x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any]) -> Any:
+def _rows_in_place(logits: Logits) -> Tensor | None:
+    """The rows of logits on a GPU, (rows, tokens); None if they would be a copy."""
+    x = logits.x
+    rows = in_rows(x, logits.dim) if reads_cuda(x) else x
+    return rows if reads_cuda(x) and rows.data_ptr() == x.data_ptr() else None
+
+
+def _are_of_rows(logits: Logits, operands: tuple[Any, ...], filters: tuple[Any, Any, Any]) -> bool:
+    """True where each operand that is a tensor has one adjacent number for each row."""
+    tensors = [t for t in (*operands, *filters) if isinstance(t, Tensor)]
+    return all(t.shape == logits.rows and t.device == logits.x.device and t.is_contiguous() for t in tensors)
+
+
+def _made_ready(run: Any, operands: tuple[Any, ...], filters: tuple[Any, Any, Any], count: int) -> Any:
+    """A function of a kernel that takes operands as they come, for a number of rows."""
+    tensors = [t for t in (*operands, *filters) if isinstance(t, Tensor)]
+    converted = [t.dtype for t in _converted(*operands, *filters) if isinstance(t, Tensor)]
+    run = run if converted == [t.dtype for t in tensors] else partial(_run_converted, run)
+    return run if operands[1] is not None else partial(_run_with_drawn_seeds, run, count)
+
+
+def _run_with_drawn_seeds(run: Any, count: int, *given: Any) -> Any:
+    *models, temperature, _, offset, filters = given
+    return run(*models, temperature, drawn_seeds(count, models[0].device, None), offset, filters)
+
+
+def _run_converted(run: Any, *given: Any) -> Any:
+    *models, temperature, seed, offset, filters = given
     made = _converted(temperature, seed, offset, *filters)
-    return run(x, *made[:3], tuple(made[3:]))
+    return run(*models, *made[:3], tuple(made[3:]))
 
 
 def _converted(*operands: Any) -> list[Any]:
@@ -127,12 +175,12 @@ def prepare_topk(logits: Logits, k: int, target: Tensor | None, dim: int) -> boo
     """
     x = logits.x
     key, _ = look_up(("topk_logprobs", (k, dim)), x, target)
-    if not key or not reads_cuda(x):
+    if not key:
         return False
     if target is not None and not (target.dtype == torch.int64 and target.is_contiguous()):
         return False
-    rows = in_rows(x, logits.dim)
-    if rows.data_ptr() != x.data_ptr():
+    rows = _rows_in_place(logits)
+    if rows is None:
         return False
     from .kernels import topk_launch
 

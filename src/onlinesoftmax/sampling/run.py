@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from ..torch.fast_path import is_transformed
-from ..torch.formulas import PLAIN_TYPES, accumulator_of
+from ..torch.formulas import PLAIN_TYPES
 from ..torch.gradients import adjacent, is_traced, reads_cuda
 from .arguments import LARGEST_INT64, Logits
 from .distribution import (
     Distribution,
-    KeptRows,
     distribution_of,
     log_of,
     log_sum_of,
@@ -21,12 +20,13 @@ from .distribution import (
     sampled_of,
     support_of,
 )
-from .noise import gumbel
+from .noise import gumbel, uniform
 from .order import largest
+from .philox import ACCEPT, CORRECT
 from .results import Sampled, Verified
 from .rules import Parameters
 from .topk import CHUNK, topk_logprobs
-from .verification import verified
+from .verification import keys_of_next, number_accepted, row_of
 
 __all__ = ["sample", "topk_logprobs", "verify"]
 
@@ -127,25 +127,66 @@ def verify(
         seed, offset: What the noise of the first position of each row is made of.
     """
     *rows, n = drafts.shape
-    positions = torch.arange(n + 1, device=drafts.device)
-    of_target = _kept(target, parameters.map(lambda t: t.repeat_interleave(n + 1)))
-    of_draft = None if draft is None else _kept(draft, parameters.map(lambda t: t.repeat_interleave(n)))
-    seeds = seed.repeat_interleave(n + 1), (offset.unsqueeze(1) + positions).flatten()
-    dtype = accumulator_of(target.x.dtype, target.x.dtype)
-    left = verified(of_target, drafts.reshape(seed.shape[0], n).long(), of_draft, *seeds, dtype)
+    left = _verify_by_kernel(target, drafts, draft, parameters, seed, offset)
+    if left is None:
+        flat = drafts.reshape(seed.shape[0], n).long()
+        left = _verify(target.scores(), flat, None if draft is None else draft.scores(), parameters, seed, offset)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
 
 
-def _kept(logits: Logits, parameters: Parameters) -> Distribution | KeptRows:
-    """The kept tokens of each row of logits without score options, by a kernel or in PyTorch's operations."""
-    if _kernels_take(logits):
-        from .kernels import sample_launch
+def _verify_by_kernel(
+    target: Logits, drafts: Tensor, draft: Logits | None, parameters: Parameters, seed: Tensor, offset: Tensor
+) -> Verified | None:
+    """`verify` of flat rows by kernels; None where none takes the call."""
+    logits = [target] if draft is None else [target, draft]
+    if not all(map(_kernels_take, logits)):
+        return None
+    from .kernels import verify_launch
 
-        rows = adjacent(logits.as_rows())
-        found = sample_launch.thresholds(rows, parameters)
-        if found is not None:
-            return KeptRows(rows, parameters, rows.amax(1, keepdim=True), *found)
-    return distribution_of(logits.scores(), parameters)
+    same = logits[0].x.dtype == logits[-1].x.dtype
+    models = [adjacent(x.as_rows() if same else x.scores()) for x in logits]
+    run = verify_launch.bind(models, tuple(seed.shape), drafts.shape[-1], parameters.first)
+    if run is None:
+        return None
+    x, other = models[0], None if draft is None else models[1]
+    return run(x, drafts.long().contiguous(), other, parameters.temperature, seed, offset, parameters[1:4])
+
+
+def _verify(
+    scores: Tensor, drafts: Tensor, scores_of_draft: Tensor | None, parameters: Parameters, seed: Tensor, offset: Tensor
+) -> Verified:
+    """`verify` of scores (rows * (n + 1), tokens) and (rows * n, tokens), and drafts (rows, n) int64."""
+    (rows, n), tokens = drafts.shape, scores.shape[1]
+    target, draft = distribution_of(scores, parameters.map(lambda t: t.repeat_interleave(n + 1))), None
+    if scores_of_draft is not None:
+        draft = distribution_of(scores_of_draft, parameters.map(lambda t: t.repeat_interleave(n)))
+    position, row = (torch.arange(i, device=drafts.device) for i in (n + 1, rows))
+    exists = (drafts >= 0) & (drafts < tokens)
+    columns = drafts.where(exists, 0)
+    drafted = torch.nn.functional.pad(columns, (0, 1)).flatten()
+    of_p = target.of_token(drafted).probabilities().view(rows, n + 1)[:, :n]
+    of_q = torch.ones_like(of_p) if draft is None else draft.of_token(columns.flatten()).probabilities().view(rows, n)
+    seeds, offsets = seed.repeat_interleave(n), (offset.unsqueeze(1) + position[:n]).flatten()
+    accepted = number_accepted(exists, of_p, of_q, uniform(seeds, offsets, 1, ACCEPT).view(rows, n))
+
+    # The token behind the accepted drafts.
+    offset = offset + accepted.squeeze(1)
+    here = target.of_rows(row * (n + 1) + accepted.squeeze(1))
+    p = here.by_id(here.probabilities())
+    keys = here.by_id(here.z.masked_fill(~here.kept, -torch.inf)) + here.temperature * gumbel(seed, offset, tokens)
+    if n:
+        at = accepted.clamp(max=n - 1)
+        if draft is None:
+            q = torch.zeros_like(p).scatter(1, columns.gather(1, at), 1.0)
+        else:
+            other = draft.of_rows(row * n + at.squeeze(1))
+            q = other.by_id(other.probabilities())
+        replaces = exists.gather(1, at) & (accepted < n)
+        keys = keys_of_next(torch, p, q, replaces, gumbel(seed, offset, tokens, CORRECT), keys)
+    last = torch.where(here.valid, keys.argmax(1, keepdim=True), -1)
+    of_last = p.gather(1, last.clamp(min=0))
+    found, logprobs = row_of(torch, position, accepted, drafts, of_p, last, of_last)
+    return Verified(accepted.squeeze(1), found, logprobs.to(scores.dtype), here.valid.squeeze(1))
 
 
 def _without_filters(found: Distribution, wide: bool) -> Distribution:

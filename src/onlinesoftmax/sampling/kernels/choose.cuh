@@ -35,10 +35,6 @@ struct Outcome { uint64 mass, raw, kept, winner; };
 // What is kept of a row and what was sampled, in shared memory.
 struct Result { Kept kept; Outcome outcome; };
 
-__device__ inline void merge_best(uint64 (&to)[2], const uint64* other) {
-    if (other[0] > to[0] || (other[0] == to[0] && unsigned(other[1]) > unsigned(to[1]))) to[0] = other[0], to[1] = other[1];
-}
-
 // The sum of score, minus the largest, and noise.
 __device__ inline double sum_of(const Row& row, uint64 key) {
     const double z = exactly_below(score_of(key), row.m);

@@ -6,10 +6,10 @@ __device__ inline void multiply(unsigned& low, unsigned& high, unsigned a, unsig
         : "=r"(low), "=r"(high) : "r"(a), "r"(b));
 }
 
-// The four words of the generator in philox.py for four adjacent tokens.
+// The four words of the generator in philox.py for four adjacent tokens; a stream is one use of the noise.
 struct Words { unsigned of[4]; };
-__device__ inline Words philox(unsigned block, uint64 offset, uint64 seed) {
-    unsigned a = block, b = unsigned(offset), c = unsigned(offset >> 32), d = 0;
+__device__ inline Words philox(unsigned block, uint64 offset, uint64 seed, unsigned stream = 0) {
+    unsigned a = block, b = unsigned(offset), c = unsigned(offset >> 32), d = stream;
     unsigned low = unsigned(seed), high = unsigned(seed >> 32);
 #pragma unroll
     for (int i = 0; i < ROUNDS; ++i) {
@@ -46,8 +46,10 @@ __device__ inline double log_of(double sum, int n) {
 // One copy of the logarithm: instructions have to come from memory too.
 __device__ __noinline__ double natural_log(double x) { return log(x); }
 
+__device__ inline double uniform(unsigned bits) { return (bits + 0.5) * (1.0 / 4294967296.0); }
+
 __device__ inline double gumbel(unsigned bits) {
-    const double bound = -natural_log((bits + 0.5) * (1.0 / 4294967296.0));
+    const double bound = -natural_log(uniform(bits));
     return rounded(-natural_log(bound) * 16777216.0) * (1.0 / 16777216.0);
 }
 
@@ -72,9 +74,14 @@ struct Best {
     }
 };
 
+// The same of an ordered sum and a key.
+__device__ inline void merge_best(uint64 (&to)[2], const uint64* other) {
+    if (other[0] > to[0] || (other[0] == to[0] && unsigned(other[1]) > unsigned(to[1]))) to[0] = other[0], to[1] = other[1];
+}
+
 // The random bits, and the noise, of one token.
-__device__ inline unsigned bits_of(unsigned token, uint64 offset, uint64 seed) {
-    const Words words = philox(token / 4, offset, seed);
+__device__ inline unsigned bits_of(unsigned token, uint64 offset, uint64 seed, unsigned stream = 0) {
+    const Words words = philox(token / 4, offset, seed, stream);
     const unsigned low = token & 1 ? words.of[1] : words.of[0], high = token & 1 ? words.of[3] : words.of[2];
     return token & 2 ? high : low;
 }
@@ -126,5 +133,10 @@ __device__ inline float missing_noise(float key, float z, float temperature) {
 __device__ inline uint64 look_shared(const uint64* from) {
     uint64 word;
     asm volatile("ld.relaxed.cta.shared.b64 %0, [%1];" : "=l"(word) : "r"(unsigned(__cvta_generic_to_shared(from))));
+    return word;
+}
+__device__ inline unsigned look_shared(const unsigned* from) {
+    unsigned word;
+    asm volatile("ld.relaxed.cta.shared.b32 %0, [%1];" : "=r"(word) : "r"(unsigned(__cvta_generic_to_shared(from))));
     return word;
 }

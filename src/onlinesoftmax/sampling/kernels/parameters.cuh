@@ -13,14 +13,22 @@ struct Sampling {
     int64 first;   // 1 to keep the lowest ids of the tokens that are equal at a threshold
     int64 raw;     // 1 for log-probabilities of all tokens at the temperature 1
     int64 top;     // number of the largest log-probabilities
+    int64 each;    // so many adjacent rows share their parameters; the offset grows by 1 from one of them to the next
     int64 narrow;  // 1 for top_k, 2 for top_p and 4 for min_p that have 32 bits
     // The same for all rows.  A filter that is not given has top_k 0, top_p 1 or min_p 0.
     int64 temperature_bits, top_k_number;
     double top_p_number, min_p_number;
     int64 seed_number, offset_number;
 
+    // The place of a row's parameters.
+    __device__ inline int64 place(int64 row) const { return each == 1 ? row : unsigned(row) / unsigned(each); }
+
     __device__ inline float temperature_of(int64 row) const {
-        return temperature ? temperature[row] : __int_as_float(int(temperature_bits));
+        return temperature ? temperature[place(row)] : __int_as_float(int(temperature_bits));
+    }
+    __device__ inline uint64 seed_of(int64 row) const { return seed ? seed[place(row)] : seed_number; }
+    __device__ inline uint64 offset_of(int64 row) const {
+        return (offset ? offset[place(row)] : offset_number) + row - place(row) * each;
     }
     __device__ inline int64 top_k_of(int64 row) const { return of_row<int64, int>(top_k, row, 1, top_k_number); }
     __device__ inline double top_p_of(int64 row) const { return of_row<double, float>(top_p, row, 2, top_p_number); }
@@ -29,7 +37,8 @@ struct Sampling {
     template <class T, class Narrow>
     __device__ inline T of_row(const void* filter, int64 row, int64 flag, T number) const {
         if (!filter) return number;
-        return narrow & flag ? T(static_cast<const Narrow*>(filter)[row]) : static_cast<const T*>(filter)[row];
+        const int64 at = place(row);
+        return narrow & flag ? T(static_cast<const Narrow*>(filter)[at]) : static_cast<const T*>(filter)[at];
     }
 };
 
@@ -38,7 +47,7 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
     const float temperature = p.temperature_of(at);
     const double top_p = p.top_p_of(at), min_p = p.min_p_of(at);
     const int64 k = p.top_k_of(at);
-    row.seed = p.seed ? p.seed[at] : p.seed_number, row.offset = p.offset ? p.offset[at] : p.offset_number;
+    row.seed = p.seed_of(at), row.offset = p.offset_of(at);
     row.first = p.first;
     row.valid = temperature >= 0 && temperature < INF && top_p == top_p && min_p == min_p;
     row.greedy = temperature == 0;

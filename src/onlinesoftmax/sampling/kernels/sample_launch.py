@@ -39,23 +39,6 @@ def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor,
     return None if run is None else run(scores, parameters.temperature, seed, offset, parameters[1:4])
 
 
-def thresholds(scores: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor] | None:
-    """The thresholds of logits (rows, tokens) on a GPU, (rows,) int64; None if no kernel takes them.
-
-    The kernel samples a token of each row too, which nobody reads.
-
-    Returns:
-        The least sort key that top_k and top_p keep, as key_of in scores.cuh makes it; and the mass of the tokens that
-        these and min_p keep.
-    """
-    run = _bind_filtered(scores, (len(scores),), parameters, False, 0)
-    if run is None:
-        return None
-    key, mass = torch.empty(2, len(scores), dtype=torch.int64, device=scores.device)
-    run(scores, parameters.temperature, 0, 0, parameters[1:4], (key, mass))
-    return key, mass
-
-
 def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int) -> Run | None:
     """The function run(x, temperature, seed, offset, filters) that samples a token of each row; None if no kernel does.
 
@@ -73,10 +56,26 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
     return _bind_filtered(scores, rows, parameters, raw, top)
 
 
-def _bind_filtered(
-    scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int
-) -> Callable[..., Sampled] | None:
-    """`bind` of sample.cuh; its function takes one more argument: the pair of kept_key and kept_mass, to be filled."""
+def _bind_filtered(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int) -> Run | None:
+    """`bind` of sample.cuh."""
+    launch = launcher(scores, parameters.first, raw, top)
+    return None if launch is None else _bound(launch, rows, top, scores.get_device())
+
+
+Launch = Callable[[Tensor, Any, Any, Any, tuple[Any, Any, Any], tuple[int, ...]], None]
+
+
+def launcher(scores: Tensor, first: bool, raw: bool, top: int, each: int = 1) -> Launch | None:
+    """The function launch(x, temperature, seed, offset, filters, results) that launches sample.cuh; None if none does.
+
+    The GPU is the current one.  The arguments are those of the function of `bind`, and the addresses of the results:
+    those of Sampled up to the top tokens, then kept_key and kept_mass; 0 for one of the last four that is not wanted.
+
+    Args:
+        scores, raw, top: As for `bind`.
+        first: As in Parameters.
+        each: So many adjacent rows share their parameters, and each has the next offset.
+    """
     (count, cols), dtype = scores.shape, str(scores.dtype).removeprefix("torch.")
     device = from_torch("cuda", scores.get_device())
     if refusal(dtype, count, device) or scores.stride(1) != 1 or top > MOST_TOP:
@@ -84,36 +83,23 @@ def _bind_filtered(
     shape = shape_of(count, cols, dtype, unfiltered_launch.is_aligned(scores), device)
     if shape is None:
         return None
-    numbers = scores.stride(0), cols, slice_of(cols, shape.cluster), parameters.first, raw, top
-    return _bound(shape, rows, count, numbers, scores.get_device())
+    numbers = scores.stride(0), cols, slice_of(cols, shape.cluster), first, raw, top, each
+    return _launcher(shape, count, numbers, scores.get_device())
 
 
 @lru_cache(MOST_ENTRIES)
-def _bound(
-    shape: Shape, rows: tuple[int, ...], count: int, numbers: tuple[int, ...], index: int
-) -> Callable[..., Sampled]:
-    """`bind` of rows with these numbers, those of NUMBERS from stride to top."""
-    plan, top = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row", numbers[-1]
+def _launcher(shape: Shape, count: int, numbers: tuple[int, ...], index: int) -> Launch:
+    """`launcher` of rows with these numbers, those of NUMBERS from stride to each."""
+    plan = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row"
     kind = Kind("sample", (count, numbers[1]), shape.dtype, f"cuda:{index}")
     note_plan(kind, plan, "filters are given, tokens are listed, or drafts are verified")
-    listed = (*rows, top)
-    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
-    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    pool = argument_pool(KERNEL.launch(shape, (*numbers, *ABSENT), count, shape.dynamic_bytes))
-    new = allocator(torch.device("cuda", index))
-    take, give_back, whole, real = pool.take, pool.give_back, torch.int64, torch.float32
+    stream_of = torch._C._cuda_getCurrentRawStream
+    pool = argument_pool(KERNEL.launch(shape, (*numbers, *ABSENT[1:]), count, shape.dynamic_bytes))
+    take, give_back = pool.take, pool.give_back
 
-    def run(
-        x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any],
-        more: tuple[Tensor | None, Tensor | None] = (None, None),
-    ) -> Sampled:  # fmt: skip
-        if current_device() != index:
-            # The default stream is that of the current device.
-            with torch.cuda.device(index):
-                return run(x, temperature, seed, offset, filters, more)
-        token, kept, valid = new(rows, steps, whole), new(rows, steps, whole), new(rows, steps, torch.bool)
-        logprob, lse = new(rows, steps, real), new(rows, steps, real)
-        tops = (new(listed, list_steps, whole), new(listed, list_steps, real)) if top else (None, None)
+    def launch(
+        x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], results: tuple[int, ...]
+    ) -> None:
         call = take(index)
         fields = call.fields
         fields[0] = x.data_ptr()
@@ -126,11 +112,34 @@ def _bound(
             else:
                 fields[at], fields[number] = 0, word_of(value)
         fields[_NARROW] = narrow
-        for i, t in enumerate((token, logprob, lse, kept, valid, *tops, *more), _FIRST_RESULT):
-            fields[i] = 0 if t is None else t.data_ptr()
+        for i, address in enumerate(results, _FIRST_RESULT):
+            fields[i] = address
         call.config.stream = stream_of(index)
         driver.launch(call, index, "launching sample_kernel")
         give_back(call)
+
+    return launch
+
+
+@lru_cache(MOST_ENTRIES)
+def _bound(launch: Launch, rows: tuple[int, ...], top: int, index: int) -> Run:
+    """`bind` of rows that a function launches sample.cuh for."""
+    listed = (*rows, top)
+    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
+    current_device = torch._C._cuda_getDevice
+    new = allocator(torch.device("cuda", index))
+    whole, real = torch.int64, torch.float32
+
+    def run(x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any]) -> Sampled:
+        if current_device() != index:
+            # The default stream is that of the current device.
+            with torch.cuda.device(index):
+                return run(x, temperature, seed, offset, filters)
+        token, kept, valid = new(rows, steps, whole), new(rows, steps, whole), new(rows, steps, torch.bool)
+        logprob, lse = new(rows, steps, real), new(rows, steps, real)
+        tops = (new(listed, list_steps, whole), new(listed, list_steps, real)) if top else (None, None)
+        results = *[0 if t is None else t.data_ptr() for t in (token, logprob, lse, kept, valid, *tops)], 0, 0
+        launch(x, temperature, seed, offset, filters, results)
         return Sampled(token, logprob, lse, kept, valid, *tops)
 
     return run
@@ -138,7 +147,7 @@ def _bound(
 
 _FIRST_RESULT, _NARROW = POINTERS.index("token"), len(POINTERS) + NUMBERS.index("narrow")
 
-_WORD_OF: dict[str, Callable[[Any], int]] = {
+WORD_OF: dict[str, Callable[[Any], int]] = {
     "temperature": lambda t: bits_of(t, "<f"),
     "top_k": lambda k: k or 0,
     "top_p": lambda p: bits_of(1.0 if p is None else p, "<d"),
@@ -150,7 +159,7 @@ _WORD_OF: dict[str, Callable[[Any], int]] = {
 
 _OPERANDS = [
     (POINTERS.index(name), _NARROW + 1 + i, word_of, NARROW.get(name, 0))
-    for i, (name, word_of) in enumerate(_WORD_OF.items())
+    for i, (name, word_of) in enumerate(WORD_OF.items())
 ]
 """The fields of each operand as a tensor and as a number, the word of the number, and its flag in `narrow`.
 

@@ -50,8 +50,8 @@ POINTERS = (
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
 NUMBERS = (
-    "stride", "cols", "slice", "first", "raw", "top", "narrow", "temperature_bits", "top_k_number", "top_p_bits",
-    "min_p_bits", "seed_number", "offset_number",
+    "stride", "cols", "slice", "first", "raw", "top", "each", "narrow", "temperature_bits", "top_k_number",
+    "top_p_bits", "min_p_bits", "seed_number", "offset_number",
 )  # fmt: skip
 """A number from `temperature_bits` on counts where the tensor of its name is absent; `narrow` has flags of NARROW."""
 
@@ -64,8 +64,8 @@ def bits_of(x: float, form: Literal["<f", "<d"]) -> int:
     return int.from_bytes(struct.pack(form, x), "little")
 
 
-ABSENT = (0, 0, 0, bits_of(1.0, "<d"), 0, 0, 0)
-"""The numbers from `narrow` on where all operands are tensors, but for filters, which then keep all tokens."""
+ABSENT = (1, 0, 0, 0, bits_of(1.0, "<d"), 0, 0, 0)
+"""The numbers from `each` on where all operands are tensors with one value for each row, or absent filters."""
 
 
 class Shape(NamedTuple):

@@ -1,0 +1,133 @@
+"""The launches of `verify`: sample.cuh for the positions of each model, then verify.cuh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from ...core.plan_log import Kind, note_plan
+from ...kernels.cuda import driver
+from ...kernels.cuda.launch import argument_pool
+from ...torch.device import from_torch
+from ...torch.fast_path import MOST_ENTRIES
+from ...torch.prepare import allocator
+from ..results import Verified
+from .sample_launch import WORD_OF, Launch, launcher
+from .source import slice_of
+from .unfiltered_launch import is_aligned
+from .verify import KERNEL, NUMBERS, POINTERS, Shape, shape_of
+
+Tensor = torch.Tensor
+
+Run = Callable[[Tensor, Tensor, Tensor | None, Any, Any, Any, tuple[Any, Any, Any]], Verified]
+
+
+def bind(models: list[Tensor], rows: tuple[int, ...], n: int, first: bool) -> Run | None:
+    """The function run(target, drafts, draft, temperature, seed, offset, filters) of `verify`; None if no kernel does.
+
+    Its tensors lie as those here.  The drafts are int64 and contiguous; what follows them is as for the function of
+    `bind` in sample_launch.py, with one value for each row of drafts.
+
+    Args:
+        models: Logits of the target model on a GPU, (rows * (n + 1), tokens), and those of the draft model, if there
+            are any, (rows * n, tokens), in the same dtype.
+        rows: Shape of the rows.
+        n: Number of drafts of a row.
+        first: As in Parameters.
+    """
+    # Without drafts, those of the draft model are empty.
+    models = models[: 1 + (n > 0)]
+    launches = [launcher(x, first, False, 1, each) for x, each in zip(models, (n + 1, n), strict=False)]
+    target = models[0]
+    index, dtype, cols = target.get_device(), str(target.dtype).removeprefix("torch."), target.shape[1]
+    if None in launches:
+        return None
+    aligned = all(map(is_aligned, models))
+    shape = shape_of(math.prod(rows), cols, dtype, aligned, len(models) == 2, from_torch("cuda", index))
+    strides = target.stride(0), models[-1].stride(0)
+    numbers = *strides, cols, slice_of(cols, shape.cluster), n, *[0] * (len(NUMBERS) - 5)
+    return _bound(shape, rows, numbers, tuple(launches), index)
+
+
+@lru_cache(MOST_ENTRIES)
+def _bound(
+    shape: Shape, rows: tuple[int, ...], numbers: tuple[int, ...], launches: tuple[Launch, ...], index: int
+) -> Run:
+    """`bind` of rows with these numbers, in the order of NUMBERS, and the launches of sample.cuh for each model."""
+    count, n = math.prod(rows), numbers[4]
+    kind = Kind("verify", (count, n + 1, numbers[2]), shape.dtype, f"cuda:{index}")
+    note_plan(kind, f"verify.cuh, {shape.cluster} x {shape.threads} threads for a row", "the drafts are on a GPU")
+    listed = (*rows, n + 1)
+    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
+    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
+    pool = argument_pool(KERNEL.launch(shape, numbers, count))
+    new = allocator(torch.device("cuda", index))
+    take, give_back, whole, real = pool.take, pool.give_back, torch.int64, torch.float32
+    # Results of the launches of sample.cuh, in one piece of memory.
+    places = [_places(count * (n + 1)), _places(count * n)]
+    words = (places[0][1] + places[1][1] * shape.draft,)
+
+    def run(
+        target: Tensor, drafts: Tensor, draft: Tensor | None, temperature: Any, seed: Any, offset: Any,
+        filters: tuple[Any, Any, Any],
+    ) -> Verified:  # fmt: skip
+        if current_device() != index:
+            # The default stream is that of the current device.
+            with torch.cuda.device(index):
+                return run(target, drafts, draft, temperature, seed, offset, filters)
+        accepted, valid = new(rows, steps, whole), new(rows, steps, torch.bool)
+        tokens, logprobs = new(listed, list_steps, whole), new(listed, list_steps, real)
+        memory = new(words, (1,), whole)
+        call = take(index)
+        fields, begin, at = call.fields, memory.data_ptr(), 0
+        for i, launch in enumerate(launches):
+            x: Any = draft if i else target
+            offsets, size = places[i]
+            results = tuple([begin + i for i in offsets])
+            launch(x, temperature, seed, offset, filters, results)
+            # The largest token, key, mass and valid.
+            found = x.data_ptr(), results[5], results[7], results[8], results[4]
+            for address in found:
+                fields[at] = address
+                at += 1
+            begin += 8 * size
+        min_p = filters[2]
+        operands = temperature, min_p, seed, offset
+        for value, (place, number, word_of) in zip(operands, _OPERANDS, strict=True):
+            if isinstance(value, Tensor):
+                fields[place] = value.data_ptr()
+            else:
+                fields[place], fields[number] = 0, word_of(value)
+        fields[_NARROW] = isinstance(min_p, Tensor) and min_p.dtype == real
+        fields[_SAMPLED], fields[_SAMPLED + 1] = memory.data_ptr(), drafts.data_ptr()
+        for i, t in enumerate((accepted, tokens, logprobs, valid), _ACCEPTED):
+            fields[i] = t.data_ptr()
+        call.config.stream = stream_of(index)
+        driver.launch(call, index, "launching verify_kernel")
+        give_back(call)
+        return Verified(accepted, tokens, logprobs, valid)
+
+    return run
+
+
+def _places(count: int) -> tuple[tuple[int, ...], int]:
+    """Places of the results of sample.cuh for so many positions, in bytes, in their order; and their words together.
+
+    The sampled token is the first.
+    """
+    # token, logprob, lse, kept, valid, top_tokens, top_logprobs, kept_key and kept_mass.
+    bytes_before = 0, 40, 44, 8, 52, 16, 48, 24, 32
+    return tuple([count * i for i in bytes_before]), -(-53 * count // 8)
+
+
+_SAMPLED, _ACCEPTED = POINTERS.index("sampled"), POINTERS.index("accepted")
+_NARROW = len(POINTERS) + NUMBERS.index("narrow")
+_OPERANDS = [
+    (POINTERS.index(name), _NARROW + i, WORD_OF[name])
+    for i, name in enumerate(("temperature", "min_p", "seed", "offset"), 1)
+]
+"""The fields of each operand as a tensor and as a number, and the word of the number."""
