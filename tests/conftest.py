@@ -170,6 +170,6 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few tokens and columns of a head fill a chunk."""
     from onlinesoftmax.linear import plans
 
-    small = {"TOKEN_TILE": 7, "COLUMN_TILE": 1, "FEWEST_TOKENS": 7, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
+    small = {"TOKEN_TILE": 7, "COLUMN_TILE": 4, "FEWEST_TOKENS": 7, "FEWEST_COLUMNS": 4, "COLUMN_BYTES": 1}
     for name, value in small.items():
         monkeypatch.setattr(plans, name, value)

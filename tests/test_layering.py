@@ -26,6 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "planner",
         "files",
         "linear.plans",
+        "linear.problem",
         "sampling.formulas",
         "sampling.masses",
         "sampling.philox",

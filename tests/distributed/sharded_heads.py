@@ -21,6 +21,7 @@ from onlinesoftmax.core.processes import gathered
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.distributed import mailboxes
 from onlinesoftmax.linear import plans, rows
+from onlinesoftmax.linear.problem import problem_of
 
 Tensor = torch.Tensor
 
@@ -84,9 +85,7 @@ def losses_without_logits(first: int, end: int) -> None:
     given, weight = head(), random(COLS, seed=24, normal=False).double()
     token_weight = random(*TOKENS, seed=25, normal=False).double()
     largest = int(gathered(torch.tensor(end - first, device=device()), dist.group.WORLD).max())
-    problem = plans.problem_of(
-        "linear_cross_entropy", (10, HIDDEN, largest), "float64", (True, True, True), travels=True
-    )
+    problem = problem_of("linear_cross_entropy", (10, HIDDEN, largest), "float64", (True, True, True), travels=True)
     for plan, memory in memories(largest).items():
         assert plans.plan_of(problem, memory).name == plan
         for reduction in ("mean", "sum", "none"):

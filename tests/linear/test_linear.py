@@ -26,12 +26,13 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from onlinesoftmax.core.task import Choice
 from onlinesoftmax.linear import plans, products, rows
+from onlinesoftmax.linear.problem import problem_of
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_the_memory_gives_each_plan() -> None:
-    problem = plans.problem_of("linear_cross_entropy", (15, HIDDEN, CLASSES), "float64", (True, True, True))
+    problem = problem_of("linear_cross_entropy", (15, HIDDEN, CLASSES), "float64", (True, True, True))
     found = {name: plans.plan_of(problem, memory) for name, memory in MEMORY.items()}
     assert [(plan.name, plan.chunk) for plan in found.values()] == [("stored", 15), ("tokens", 7), ("columns", 4)]
 
@@ -274,45 +275,6 @@ def test_log_probabilities_of_a_support(bias: bool, memory: int | None) -> None:
         torch.testing.assert_close(one, other, equal_nan=True)
     with pytest.raises(ValueError, match="support's offsets must have rows"):
         osm.linear_token_logprobs(x, w, target, support=(token_ids, support[1][1:]))
-
-
-@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False)])
-@pytest.mark.parametrize("stats", [False, True])
-def test_the_last_columns_in_the_memory_of_the_gradient(
-    wanted: tuple[bool, ...], stats: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Kernels compute rows in two tensors (tests/kernels/test_cuda_targets.py); here PyTorch does."""
-
-    def in_two(z: Tensor, rest: Tensor, *given: Any) -> tuple[Tensor, ...]:
-        outputs, dz = losses(torch.cat([z, rest], 1), *given)
-        assert dz is not None
-        z.copy_(dz[:, : z.shape[1]])
-        rest.copy_(dz[:, z.shape[1] :])
-        return outputs
-
-    losses = rows.losses
-    monkeypatch.setattr(rows, "are_in_two", lambda *_: not GPU)
-    monkeypatch.setattr(rows, "losses_in_two", in_two)
-    monkeypatch.setattr(plans, "COLUMN_TILE", 4)
-    x, w, b, target = head(bias=True)
-    x = torch.cat([x, x], -1).detach().requires_grad_(wanted[0])
-    w = torch.cat([w, -w], -1).detach().requires_grad_(wanted[1])
-    b = b.detach().requires_grad_(wanted[2])
-    memory = 15 * (24 + 14) * 8
-    problem = plans.problem_of("linear_cross_entropy", (15, 14, 40), "float64", wanted)
-    plan = plans.plan_of(problem._replace(in_two=True), memory)
-    assert (plan.name, plan.apart, plan.bytes <= memory) == ("stored", 16, True)
-    with torch.no_grad():
-        x[1, 2] = torch.nan
-    calls = [
-        osm.linear_cross_entropy(x, w, target, linear_bias=b, return_stats=stats, memory=given)
-        for given in (memory, None)
-    ]
-    ours, theirs = calls
-    if stats:
-        torch.testing.assert_close(ours[1], theirs[1], equal_nan=True)
-        ours, theirs = ours[0], theirs[0]
-    same_with_gradients(ours, theirs, [t for t, one in zip((x, w, b), wanted, strict=True) if one])
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import onlinesoftmax as osm
 from onlinesoftmax.lab.bench.inputs import extra_bytes
 from onlinesoftmax.linear import plans, products
+from onlinesoftmax.linear.problem import problem_of
 
 pytestmark = [
     pytest.mark.usefixtures("small_chunks"),
@@ -64,7 +65,7 @@ def test_a_token_loss_in_chunks_makes_no_logits_again() -> None:
     with torch.no_grad():
         x[1, 2] = torch.nan
     target[0, 1], memory = 40, MEMORY["tokens"] + 8 * 15 * 7
-    problem = plans.problem_of("linear_token_loss", (15, 7, 40), "float64", (True, True, True))
+    problem = problem_of("linear_token_loss", (15, 7, 40), "float64", (True, True, True))
     chunks = plans.plan_of(problem, memory).chunks
     assert chunks > 1
     advantage = torch.linspace(-1, 1, 15, dtype=torch.float64, device=DEVICE).reshape(TOKENS)

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 import onlinesoftmax as osm
 from onlinesoftmax.linear import plans, products
+from onlinesoftmax.linear.problem import problem_of
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
 
@@ -156,10 +157,12 @@ def test_padded_classes_and_frozen_tensors(call: str, plan: str, monkeypatch: py
         found = torch.autograd.grad(y, [t for t in tensors if t.requires_grad]) if len(frozen) < 3 else ()
         function, *how = PROBLEM_OF[call]
         wanted = tuple([i not in frozen for i in range(3)])
-        planned = plans.plan_of(plans.problem_of(function, (15, 7, 40), "float64", wanted, *how), memory)
+        planned = plans.plan_of(problem_of(function, (15, 7, 40), "float64", wanted, *how), memory)
         assert planned.chunks * planned.products == len(made)
         again = bool(found) and (planned.name == "columns" or call == "smoothed")
-        assert planned.products == 1 + wanted[0] + wanted[1] + again
+        # Columns whose logits stay in the memory of the weight's gradient are not made again.
+        held = 16 if call == "mean" and plan == "columns" and wanted[1] else 0
+        assert planned.products == pytest.approx(1 + wanted[0] + wanted[1] + again * (1 - held / 40))
         if not frozen and call != "smoothed":
             theirs = CALLS[call](x, *less, target)
             torch.testing.assert_close(y, theirs)

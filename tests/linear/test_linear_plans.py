@@ -11,11 +11,12 @@ from torch.nn import functional
 import onlinesoftmax as osm
 from onlinesoftmax.lab.bench.inputs import extra_bytes
 from onlinesoftmax.linear import plans
+from onlinesoftmax.linear.problem import problem_of
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda"
 
-PROBLEM = plans.problem_of("linear_cross_entropy", (8192, 4096, 128256), "bfloat16", (True, True, False))
+PROBLEM = problem_of("linear_cross_entropy", (8192, 4096, 128256), "bfloat16", (True, True, False))
 ROWS = {"waits": True, "cuts": ("tokens",)}
 
 
@@ -39,10 +40,24 @@ ROWS = {"waits": True, "cuts": ("tokens",)}
         ({"tokens": 16384, "in_two": True}, None, "tokens", 8192, 3, (8192 * 2 + 4096 * 4) * 128256),
         # Float16 and one chunk: the weight's gradient is a float32 sum too.
         ({"dtype": "float16", "tokens": 4096}, None, "stored", 4096, 3, (4096 * 2 + 4096 * 4) * 128256),
-        ({}, 1 << 29, "columns", 16064, 4, 16064 * 8192 * 2 + 8192 * 4096 * 4),
-        # The float32 sum is 2.1 GB, and what is left holds 896 tokens and 1152.
-        ({"tokens": 16384}, 2_350_000_000, "columns", 8064, 4, (8064 * 2 + 4096 * 4) * 16384),
-        ({"tokens": 16384}, 2_400_000_000, "tokens", 1152, 3, (1152 * 2 + 4096 * 4) * 128256),
+        # JAX makes all logits again.
+        ({"borrows": False}, 1 << 29, "columns", 16064, 4, 16064 * 8192 * 2 + 8192 * 4096 * 4),
+        # The memory of the weight's gradient holds 64128 columns, so 4 of the chunks.
+        ({}, 1 << 29, "columns", 16000, 4 - 64000 / 128256, 16000 * 8192 * 2 + 8192 * 4096 * 4),
+        # With tokens = hidden it holds all columns.
+        ({"tokens": 4096}, 200_000_000, "columns", 16064, 3, 16064 * 4096 * 2 + 4096 * 4096 * 4),
+        # A chunk would be larger than the columns that fit, 9423, or not as large as it can be by far.
+        (
+            {"tokens": 4096, "hidden": 768, "classes": 50257},
+            137_000_000,
+            "columns",
+            12608,
+            4,
+            (12608 * 2 + 768 * 4) * 4096,
+        ),
+        # The float32 sum is 2.1 GB, and what is left holds 1152 tokens and 1920.
+        ({"tokens": 16384}, 2_400_000_000, "columns", 8000, 4 - 32000 / 128256, (8000 * 2 + 4096 * 4) * 16384),
+        ({"tokens": 16384}, 2_600_000_000, "tokens", 1920, 3, (1920 * 2 + 4096 * 4) * 128256),
         ({"in_place": True}, None, "tokens", 4096, 3, 4096 * 128256 * 2),
         # No sum of the weight's gradient: a tile of tokens suffices.
         ({"of_weight": False}, 1 << 26, "tokens", 256, 2, 256 * 128256 * 2),
@@ -57,16 +72,44 @@ ROWS = {"waits": True, "cuts": ("tokens",)}
         ({"tokens": 0}, None, "stored", 1, 3, 0),
     ],
 )
-def test_plans(change: dict[str, Any], memory: int | None, name: str, chunk: int, products: int, needed: int) -> None:
+def test_plans(change: dict[str, Any], memory: int | None, name: str, chunk: int, products: float, needed: int) -> None:
     problem = PROBLEM._replace(**change)
     plan, others = plans.plans_of(problem, memory)
     assert plan == plans.plan_of(problem, memory)
-    assert (plan.name, plan.chunk, plan.products, plan.bytes) == (name, chunk, products, needed)
-    assert plan.apart == (49472 if problem.in_two and name == "stored" else 0)
+    assert (plan.name, plan.chunk, plan.bytes) == (name, chunk, needed)
+    assert plan.products == pytest.approx(products)
+    held = round((problem.products + problem.recorded - products) * problem.classes) if name == "columns" else 0
+    assert plan.apart == (49472 if problem.in_two and name == "stored" else held)
     assert plan.chunks == -(-(problem.classes if name == "columns" else max(problem.tokens, 1)) // chunk)
     assert memory is None or plan.bytes <= memory
     assert {plan.name, *(other.name for other in others)} == {"stored", "tokens", "columns"}
     assert all(other.reason for other in others)
+
+
+@pytest.mark.parametrize(
+    ("change", "memory", "first", "chunk", "chunks"),
+    [
+        ({"in_place": True}, 600_000_000, 4096, 2048, 3),
+        ({"in_place": True, "hidden": 5120, "classes": 152064}, 600_000_000, 3584, 1536, 4),
+        # The float32 sum of the weight's gradient is 2.1 GB, and 899 MB are left for logits.
+        ({"tokens": 16384}, 3_000_000_000, 6400, 3328, 4),
+        # Two chunks are as few as there can be.
+        ({"in_place": True}, 1_060_000_000, 0, 4096, 2),
+        ({"in_place": True}, 180_000_000, 1792, 640, 11),
+        ({"in_place": True, "travels": True}, 600_000_000, 0, 2048, 4),
+    ],
+)
+def test_the_first_chunk_of_tokens_lies_partly_in_the_memory_of_the_gradient(
+    change: dict[str, Any], memory: int, first: int, chunk: int, chunks: int
+) -> None:
+    problem = PROBLEM._replace(**change, in_two=True)
+    plan = plans.plan_of(problem._replace(cuts=("tokens",)), memory)
+    assert (plan.name, plan.first, plan.chunk, plan.chunks) == ("tokens", first, chunk, chunks)
+    assert plan.bytes <= memory
+    # The last columns take no more than the place of the others.
+    assert first * plan.apart * 2 <= (problem.classes - plan.apart) * problem.hidden * (2 if problem.in_place else 4)
+    usual = plans.plan_of(problem._replace(in_two=False, cuts=("tokens",)), memory)
+    assert chunks < usual.chunks if first else plan == usual
 
 
 def test_a_gradient_waits_for_log_probabilities_and_for_losses_of_tokens() -> None:
@@ -79,7 +122,7 @@ def test_a_gradient_waits_for_log_probabilities_and_for_losses_of_tokens() -> No
         ("linear_token_logprobs", False, none, False),
         ("linear_token_loss", False, all_three, False),
     ):
-        assert plans.problem_of(function, sizes, dtype, wanted, each).waits == waits
+        assert problem_of(function, sizes, dtype, wanted, each).waits == waits
 
 
 def test_no_plan_fits() -> None:

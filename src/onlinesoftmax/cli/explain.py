@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ..core.options import SCORE_OPTIONS
-from ..linear.plans import FUNCTIONS
+from ..linear.problem import FUNCTIONS
 from ..ops import OPERATIONS
 from ..planner.facts import lacks_memory, plan_facts
 from ..routing.rules import SCORES

@@ -15,7 +15,7 @@ from ..core.wrong_calls import unknown
 from ..jax import plans as jax_plans
 from ..jax.device import from_jax, is_on
 from ..kernels import registry
-from ..linear.plans import FUNCTIONS
+from ..linear.problem import FUNCTIONS
 from ..ops import OPERATIONS
 from ..torch import device as torch_device
 from ..torch.device import from_torch, here
@@ -165,8 +165,8 @@ def explain(
         20971520
         >>> head = {"operation": "linear_cross_entropy", "linear_weight": (128256, 4096), "dtype": "bfloat16"}
         >>> plan = explain((8192, 4096), **head, memory=600_000_000, device="h200").plan
-        >>> print(f"{plan.name}, {plan.chunks} chunks of {plan.chunk}, {plan.products} products")
-        columns, 8 chunks of 16064, 4 products
+        >>> print(f"{plan.name}, {plan.chunks} chunks of {plan.chunk}, {plan.products:.1f} products")
+        columns, 9 chunks of 16000, 3.5 products
     """
     if framework not in (None, "torch", "jax"):
         raise ValueError(unknown("framework", framework, ("torch", "jax")))

@@ -14,7 +14,8 @@ from ..core.task import ANY, Choice
 from ..core.units import duration, size
 from ..core.view import contiguous_view
 from ..linear.forecast import Forecast, forecast, sources
-from ..linear.plans import FUNCTIONS, STATISTICS, LinearPlan, LinearProblem, plans_of, problem_of
+from ..linear.plans import LinearPlan, plans_of
+from ..linear.problem import FUNCTIONS, STATISTICS, LinearProblem, problem_of
 from ..ops import OPERATIONS
 from ..planner.plan import PlanError
 from ..torch import device as torch_device
@@ -53,8 +54,7 @@ class OtherHeadPlan(NamedTuple):
         if self.plan is None:
             return self.reason
         time = f", {self.forecast}" if self.forecast else ""
-        products = "1 product" if self.plan.products == 1 else f"{self.plan.products} products"
-        return f"{self.reason} ({_chunks(self.plan)}, {products}, {size(self.plan.bytes)}{time})"
+        return f"{self.reason} ({self.plan.cut}, {self.plan.counted}, {size(self.plan.bytes)}{time})"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class HeadExplanation:
         """Names and values of the plan's numbers, in reading order."""
         return [
             ("plan", f"{self.plan.name}: {self.plan.reason}"),
-            ("chunks", _chunks(self.plan)),
+            ("chunks", self.plan.cut),
             ("products", _products(self.problem, self.plan)),
             ("buffers", _buffers(self.problem, self.plan)),
             *(("kernel", _kernel(kernel)) for kernel in self.kernels),
@@ -116,7 +116,7 @@ class HeadExplanation:
         ]
 
     def __repr__(self) -> str:
-        return f"<HeadExplanation {self.asked}: {self.plan.name}, {_chunks(self.plan)}>"
+        return f"<HeadExplanation {self.asked}: {self.plan.name}, {self.plan.cut}>"
 
     def __str__(self) -> str:
         lines = [self.asked, *(f"  {name:<10}{value}" for name, value in self.facts())]
@@ -187,7 +187,7 @@ def passes_of(function: str, problem: LinearProblem, plan: LinearPlan) -> list[t
     if loss is None or plan.name == "columns" or plan.keeps:
         statistics = OPERATIONS[STATISTICS]
         backward = OPERATIONS[statistics.gradient_name]
-        forward = (STATISTICS, ("y", "m", "l", "entropy"))
+        forward = (STATISTICS, ("y", "m", "l", *(("entropy",) if loss is None else ())))
         return [forward, (backward.name, backward.always)] if problem.recorded else [forward]
     alone, both = (loss, ("loss",)), (loss, ("loss", "y"))
     if not problem.recorded:
@@ -263,11 +263,6 @@ def adds_in_place(head: Head, acc_dtype: Any) -> bool:
     return found != wide
 
 
-def _chunks(plan: LinearPlan) -> str:
-    what = "columns" if plan.name == "columns" else "tokens"
-    return f"1 chunk of {plan.chunk} {what}" if plan.chunks == 1 else f"{plan.chunks} chunks of {plan.chunk} {what}"
-
-
 def _buffers(problem: LinearProblem, plan: LinearPlan) -> str:
     text = f"{size(plan.bytes)} beside results and gradients"
     if plan.name != "tokens" or not problem.weight_sum_bytes:
@@ -277,8 +272,11 @@ def _buffers(problem: LinearProblem, plan: LinearPlan) -> str:
 
 def _products(problem: LinearProblem, plan: LinearPlan) -> str:
     operations = 2 * problem.tokens * problem.hidden * problem.classes * plan.products / 1e12
-    again = ", of which one makes the logits again" if plan.products > problem.products else ""
-    return f"{plan.products}{again}: {operations:.1f} tera-operations"
+    again = ""
+    if plan.products > problem.products:
+        part = f" of {problem.classes - plan.apart} columns" if plan.apart else ""
+        again = f", of which one makes the logits{part} again"
+    return f"{plan.products:.3g}{again}: {operations:.1f} tera-operations"
 
 
 def _kernel(kernel: Explanation) -> str:

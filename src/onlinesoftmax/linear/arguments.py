@@ -17,7 +17,8 @@ from ..torch.arguments import TORCH, check_constant, check_first_derivative, is_
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import accumulator_of
 from ..torch.loss_arguments import signed
-from .plans import LinearPlan, plan_of, problem_of
+from .plans import LinearPlan, plan_of
+from .problem import problem_of
 from .sharing import Sharing
 
 Tensor = torch.Tensor

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from ..core.device import MATRIX_PART, Device, matrix_rate
 from ..core.units import duration
-from .plans import LinearPlan, LinearProblem
+from .plans import LinearPlan
+from .problem import LinearProblem
 
 
 class Forecast(NamedTuple):

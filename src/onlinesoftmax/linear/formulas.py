@@ -9,6 +9,8 @@ import torch
 from ..torch.loss_arguments import Loss, counted
 from . import rows
 from .arguments import NOT_COMPUTED, Head
+from .columns import OfStatistics
+from .rows import Statistics
 from .tokens import Rows
 
 Tensor = torch.Tensor
@@ -55,7 +57,7 @@ def loss_rows(target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) ->
     return of_chunk
 
 
-def loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) -> Tensor:
+def loss_of(found: tuple[Tensor, Tensor | None, Tensor], target: Tensor, loss: Loss) -> Tensor:
     """The loss of each token from its log-probability and its lse."""
     logprob, _, lse = found
     counts, y = counted(target, loss), -logprob
@@ -64,6 +66,22 @@ def loss_of(found: tuple[Tensor, Tensor, Tensor], target: Tensor, loss: Loss) ->
         lse = lse.where(counts & (logprob == logprob), 0.0)
         y = y + loss.z_loss * lse * lse
     return y.where(counts, 0.0)
+
+
+def loss_of_statistics(target: Tensor, loss: Loss) -> OfStatistics:
+    """The function of the statistics that returns the losses and their derivatives."""
+
+    def of_statistics(found: Statistics, factor: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        logprob, _, lse = found
+        lse = lse.to(logprob.dtype)
+        y = loss_of((logprob, None, lse), target, loss)
+        if factor is None:
+            return y, ()
+        counts = counted(target, loss)
+        dlse = (2 * loss.z_loss * lse * factor).where(counts & (logprob == logprob), 0.0) if loss.z_loss else None
+        return y, ((-factor).where(counts, 0.0), None, dlse)
+
+    return of_statistics
 
 
 def checked_losses(name: str, y: Any, like: Tensor, *others: Tensor) -> Tensor:

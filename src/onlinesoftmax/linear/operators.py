@@ -26,10 +26,11 @@ from ..torch.formulas import accumulator_of
 from ..torch.gradients import is_traced
 from ..torch.loss_arguments import Loss, counted, is_class
 from ..torch.namespace import NAMESPACE
-from . import formulas, plans, rows, tokens
+from . import columns, formulas, plans, rows, tokens
 from .arguments import check_gradients, noted
-from .columns import LogProbabilities, Way, gradients_of, statistics_of
-from .plans import LinearPlan, plan_of, problem_of
+from .columns import Way, gradients_of, statistics_of
+from .plans import LinearPlan, plan_of
+from .problem import problem_of
 from .products import logits_memory
 from .rows import Statistics
 
@@ -80,7 +81,7 @@ def _statistics(*arguments: Any) -> Tensors:
     plan = _plan("linear_token_logprobs", x, weight, UNBOUNDED if keeps else memory, wanted)
     way = Way(plan, _options(scale, number, softcap))
     found, logits = statistics_of(way, (x, weight, bias), target)
-    return (*found, logits if keeps else x.new_empty(0, len(weight)))
+    return _given((*found, logits if keeps else x.new_empty(0, len(weight))), x)
 
 
 def _fake_statistics(x: Tensor, weight: Tensor, *arguments: Any) -> Tensors:
@@ -122,30 +123,18 @@ def _losses(*arguments: Any) -> Tensors:
     with _derivatives(), torch.no_grad():
         if plan.name == "columns":
             assert factor is not None
-            total, found = _of_columns((x, weight, bias), target, plan, loss, factor, wanted)
-            return _given((total, None, None, None, *found), x)
+            way, of_statistics = Way(plan, options, entropy=False), formulas.loss_of_statistics(target, loss)
+            given = factor if any(wanted) else None
+            (losses,), found = columns.run(way, target, of_statistics, x, weight, bias, given, tuple(wanted))
+            return _given(((losses * factor).sum(), None, None, None, *found), x)
         skipped = None if soft else ~counted(target, loss)
         of_chunk = formulas.loss_rows(target, class_weight, loss, stats)
-        work = tokens.Work(plan, of_chunk, skipped, True, sum_dtype=acc_dtype)
+        work = tokens.Work(plan, of_chunk, skipped, sum_dtype=acc_dtype)
         given, of_all = factor if any(wanted) else None, (wanted[0], wanted[1], wanted[2])
         (losses, *more), of_sum = tokens.run(work, x, weight, bias, given, of_all)
         gradients = [None if g is None else g.to(x.dtype) for g in of_sum]
         result = losses if factor is None else (losses * factor).sum()
         return _given((result, *(more or (None,) * 3), *gradients), x)
-
-
-def _of_columns(
-    inputs: tuple[Tensor, Tensor, Tensor | None], target: Tensor, plan: LinearPlan, loss: Loss, factor: Tensor,
-    wanted: list[bool],
-) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
-    """The sum of factor · loss and its gradients, in chunks of columns."""
-    leaves = [t if t is None else t.detach().requires_grad_(one) for t, one in zip(inputs, wanted, strict=True)]
-    with torch.set_grad_enabled(any(wanted)):
-        found = LogProbabilities.apply(*leaves, target, plan, loss.options)
-        total = (formulas.loss_of(found, target, loss) * factor).sum()
-    needed = [leaf for leaf, one in zip(leaves, wanted, strict=True) if one and leaf is not None]
-    gradients = iter(torch.autograd.grad(total, needed) if needed else ())
-    return total.detach(), [next(gradients) if one else None for one in wanted]
 
 
 def _fake_losses(x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensors:

@@ -1,12 +1,14 @@
 """The plan of a head without logits: how many tokens or columns of the logits exist at a time.
 
-    stored    all logits exist once, and their gradient replaces them; the last columns may lie in the memory of the
-              gradient of the weight
+    stored    all logits exist once, and their gradient replaces them
     tokens    the logits of a chunk of tokens; the gradient of the weight is added up in float32
     columns   a chunk of columns for all tokens; each slice of the gradient of the weight is complete, and rounded once
 
 A product is one of input × weight, gradient × weight and gradient × input.  `columns`, and losses whose gradient has to
 wait, make the logits again for the backward pass, which is one product more.
+
+Until the gradient of the weight is written, logits may lie in its memory: the last columns of a first chunk of tokens,
+which may be all tokens, or the first chunks of columns, which are then not made again.
 
 Each chunk of tokens reads and writes the float32 sum, 8 bytes an element of the weight.  No product writes its last
 state in 16 bits: PyTorch's addmm refuses a float32 sum with a result of 16 bits (`_addmm_dtype_out_cuda` of 2.13), and
@@ -19,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from ..core.task import ITEMSIZE
 from ..core.units import size
+from .problem import LinearProblem, row_bytes
 
 Name = Literal["stored", "tokens", "columns"]
 
@@ -38,15 +41,15 @@ FEWEST_COLUMNS = 256
 TOKEN_TILE, COLUMN_TILE = 128, 64
 """Tokens and columns of a tile of a product."""
 
-FEWEST_CLASSES, ROW_BYTES = 1024, 128
-"""From so many classes on, rows of logits that do not fill 16 bytes take a multiple of so many, for fast products."""
-
 FEWEST_TOKENS = 1024
 """Fewest tokens of a chunk with a float32 sum of 16-bit products; with fewer, columns are faster.
 
-By bytes and operations, such chunks add 0.24 of three products on an H200 and 0.34 on an H100.  Columns take 0.33 more,
-and read the logits once more.
+By bytes and operations, such chunks add 0.24 of three products on an H200 and 0.34 on an H100.  Columns that make all
+logits again take 0.33 more, and read the logits once more.
 """
+
+READ_AGAIN = 0.15
+"""Part of a product that columns take for the second read of the logits and the sums of the input's gradient."""
 
 
 class LinearPlan(NamedTuple):
@@ -56,32 +59,54 @@ class LinearPlan(NamedTuple):
         name: "stored", "tokens" or "columns".
         chunk: Tokens or columns of a chunk.
         chunks: Number of chunks.
-        products: Number of products of tokens × hidden × classes, forward and backward together.
+        products: Number of products of tokens × hidden × classes, forward and backward together; not a whole number
+            where the logits of some classes are made again.
         bytes: Bytes of all buffers beside the results and the gradients.
         keeps: True where the logits stay from the forward to the backward pass.
         reason: One sentence: why this plan.
-        apart: With "stored", number of last columns that lie in the memory of the gradient of the weight.  The products
-            of these classes come first: the gradient of the input, and their part of the gradient of the weight.
+        apart: Number of columns that lie in the memory of the gradient of the weight: with "columns", those of the
+            first chunks; else the last ones of the first chunk.
+        first: With "tokens", number of tokens of the first chunk, if it is larger because of these columns; else 0.
     """
 
     name: Name
     chunk: int
     chunks: int
-    products: int
+    products: float
     bytes: int
     keeps: bool
     reason: str
     apart: int = 0
+    first: int = 0
 
     def __str__(self) -> str:
-        cut = f", {self.chunks} chunks of {self.chunk} {self.name}" if self.chunks > 1 else ""
-        return f"{self.name}{cut}, {self.products} product{'' if self.products == 1 else 's'}"
+        return f"{self.name}{f', {self.cut}' if self.chunks > 1 else ''}, {self.counted}"
+
+    @property
+    def cut(self) -> str:
+        """The number and the size of the chunks, in words."""
+        what = "columns" if self.name == "columns" else "tokens"
+        if self.chunks == 1:
+            return f"1 chunk of {self.chunk} {what}"
+        if self.first:
+            return f"{self.chunks} chunks: {self.first} {what}, then {self.chunk} each"
+        return f"{self.chunks} chunks of {self.chunk} {what}"
+
+    @property
+    def counted(self) -> str:
+        """The number of products, in words."""
+        return in_words(self.products)
 
     def told(self, tokens: int, classes: int, dtype: str) -> str:
         """The plan with the number of classes, for the log and for reports; and the bytes of logits that all exist."""
         stored = self.name == "stored" and isinstance(tokens, int)  # a trace may have a symbol
         held = f"; all logits at once, {size(tokens * row_bytes(classes, ITEMSIZE[dtype]))}" if stored else ""
         return f"{self} with {classes} classes{held}"
+
+
+def in_words(products: float) -> str:
+    """A number of products, rounded to three digits."""
+    return "1 product" if round(products, 2) == 1 else f"{products:.3g} products"
 
 
 class Candidate(NamedTuple):
@@ -96,145 +121,6 @@ class Candidate(NamedTuple):
     name: Name
     plan: LinearPlan | None
     reason: str
-
-
-class LinearProblem(NamedTuple):
-    """What a plan depends on.
-
-    Attributes:
-        tokens, hidden, classes: Sizes of the input and the weight.
-        dtype: Name of the dtype of input, weight and logits.
-        recorded: True where any gradient is wanted.
-        waits: True where the gradient of each token's result is known only in the backward pass.
-        of_input, of_weight: True where the gradient of the input, of the weight is wanted.
-        cuts: The plans that may cut the logits, where they do not fit: "tokens" needs whole rows in a chunk, "columns"
-            needs statistics that merge.
-        in_place: True where chunks of tokens add up the gradient of the weight in its own memory and dtype.
-        travels: True where the gradient of the input is added up over processes, in a float32 buffer.
-        in_two: True where a kernel takes rows whose last columns lie in another tensor.
-    """
-
-    tokens: int
-    hidden: int
-    classes: int
-    dtype: str
-    recorded: bool
-    waits: bool
-    of_input: bool
-    of_weight: bool
-    cuts: tuple[str, ...]
-    in_place: bool = False
-    travels: bool = False
-    in_two: bool = False
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the logits."""
-        return ITEMSIZE[self.dtype]
-
-    @property
-    def logits_bytes(self) -> int:
-        """Bytes of the logits of all tokens."""
-        return self.tokens * row_bytes(self.classes, self.itemsize)
-
-    @property
-    def result_bytes(self) -> int:
-        """Bytes of the gradient of the weight."""
-        return self.classes * self.hidden * self.itemsize * self.of_weight
-
-    @property
-    def weight_sum_bytes(self) -> int:
-        """Bytes of the float32 sum of the weight's gradient; none where the gradient is the sum itself."""
-        return 4 * self.classes * self.hidden * (self.itemsize < 4 and self.of_weight and not self.in_place)
-
-    @property
-    def input_sum_bytes(self) -> int:
-        """Bytes of the float32 sum of the input's gradient; none where the gradient is the sum itself."""
-        own = 4 * self.hidden * (self.itemsize < 4 and self.of_input)
-        return self.tokens * max(own, self.travel_bytes)
-
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of a copy of a token's input, without NaN, where no gradient of the input lends its memory for it."""
-        return self.hidden * self.itemsize * (self.of_weight and (not self.of_input or self.travels))
-
-    @property
-    def sums_one_product(self) -> bool:
-        """True where even one product is written in float32.
-
-        It is rounded once by itself, but in float16 it can be infinite before the divisor of a mean comes.
-        """
-        return self.dtype == "float16" and not self.keeps
-
-    @property
-    def travel_bytes(self) -> int:
-        """Bytes of the gradient of the input of one token, as it travels."""
-        return self.hidden * max(self.itemsize, 4) * (self.travels and self.of_input)
-
-    @property
-    def keeps(self) -> bool:
-        """True where logits that are stored stay for the backward pass."""
-        return self.waits and "columns" in self.cuts
-
-    @property
-    def products(self) -> int:
-        """Number of products where none makes logits again."""
-        return 1 + self.of_input + self.of_weight
-
-
-class Function(NamedTuple):
-    """A public function with a head.
-
-    Attributes:
-        loss: Operation whose kernel writes the loss of each row and the gradient of the logits at once; None where the
-            gradient follows from STATISTICS.
-        waits: True where the gradient of each token's result always waits for the backward pass.
-        cuts: As in LinearProblem.
-        reductions: Its reductions; none where it has no such argument.
-    """
-
-    loss: str | None
-    waits: bool
-    cuts: tuple[str, ...]
-    reductions: tuple[str, ...]
-
-
-STATISTICS = "token_logprobs"
-"""Operation whose results merge over chunks of columns, and whose gradient follows from the merged results."""
-
-FUNCTIONS = {
-    "linear_cross_entropy": Function("cross_entropy", False, ("tokens", "columns"), ("mean", "sum", "none")),
-    "linear_token_logprobs": Function(None, True, ("columns",), ()),
-    "linear_token_loss": Function(None, False, ("tokens",), ("mean", "sum")),
-}
-"""The functions by name."""
-
-
-def row_bytes(classes: int, itemsize: int) -> int:
-    """Bytes from one row of logits to the next."""
-    taken = classes * itemsize
-    return taken if taken % 16 == 0 or classes < FEWEST_CLASSES else _ceil(taken, ROW_BYTES) * ROW_BYTES
-
-
-def problem_of(
-    function: str, sizes: tuple[int, int, int], dtype: str, wanted: tuple[bool, bool, bool], each: bool = False,
-    whole_rows: bool = False, in_place: bool = False, travels: bool = False,
-) -> LinearProblem:  # fmt: skip
-    """The problem of a call.
-
-    Args:
-        function: Name in FUNCTIONS.
-        sizes: Tokens, hidden and classes.
-        dtype: Name of the dtype of the logits.
-        wanted: True for each gradient that is wanted: of input, weight and bias.
-        each: True where the result is a loss of each token, whose gradient waits for the backward pass.
-        whole_rows: True where the result of a token needs the whole row of its logits.
-        in_place, travels: As in LinearProblem.
-    """
-    declared, recorded = FUNCTIONS[function], any(wanted)
-    waits = recorded and (declared.waits or each)
-    cuts = ("tokens",) if whole_rows else declared.cuts
-    return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place, travels)
 
 
 def plan_of(problem: LinearProblem, memory: int | None) -> LinearPlan:
@@ -253,31 +139,43 @@ def plans_of(problem: LinearProblem, memory: int | None) -> tuple[LinearPlan, tu
         ValueError: as for `plan_of`.
     """
     stored, tokens, columns = (make(problem, memory) for make in (_stored, _tokens, _columns))
-    slow = tokens.plan is not None and (problem.waits or tokens.plan.chunk < _fewest_tokens(problem))
+    fewest = _fewest_tokens(problem, columns.plan)
+    slow = tokens.plan is not None and (problem.waits or _tokens_at_once(problem, tokens.plan) < fewest)
     order = (stored, columns, tokens) if slow else (stored, tokens, columns)
     chosen = next((each for each in order if each.plan and not each.reason), None)
     if chosen is None or chosen.plan is None:
         raise ValueError((tokens if "tokens" in problem.cuts else columns).reason)
     others = [each for each in order if each is not chosen]
-    return chosen.plan, tuple(each._replace(reason=each.reason or _slower(problem, each, chosen)) for each in others)
+    return chosen.plan, tuple(
+        each._replace(reason=each.reason or _slower(problem, each, chosen, fewest)) for each in others
+    )
 
 
-def _slower(problem: LinearProblem, other: Candidate, chosen: Candidate) -> str:
-    """Why a plan that could run was not chosen."""
+def _slower(problem: LinearProblem, other: Candidate, chosen: Candidate, fewest: int) -> str:
+    """Why a plan that could run was not chosen; `fewest` is what `_fewest_tokens` returns."""
     if chosen.name == "stored":
         return "all logits fit"
     if other.name == "columns":
-        return "the logits would be made again, which is one product more"
+        again = 0 if other.plan is None else other.plan.products - problem.products
+        return (
+            f"the logits would be made again, which is {in_words(again)} more" if again else "it reads the logits twice"
+        )
     if problem.waits:
         return "the logits would be made again, and the gradient of the weight added up in float32"
-    return f"with fewer than {_fewest_tokens(problem)} tokens in a chunk, adding up takes longer than a product"
+    return f"with fewer than {fewest} tokens in a chunk, adding up takes longer than columns do"
 
 
-def _fewest_tokens(problem: LinearProblem) -> int:
+def _tokens_at_once(problem: LinearProblem, plan: LinearPlan) -> float:
+    """Tokens of a chunk, or their mean where the first chunk is larger."""
+    return problem.tokens / plan.chunks if plan.first else plan.chunk
+
+
+def _fewest_tokens(problem: LinearProblem, columns: LinearPlan | None) -> int:
     """Fewest tokens of a chunk that are faster than columns; a sum in place moves half the bytes."""
     if problem.itemsize >= 4 or not problem.of_weight:
         return TOKEN_TILE
-    return FEWEST_TOKENS // 2 if problem.in_place else FEWEST_TOKENS
+    again = 1.0 if columns is None else columns.products - problem.products
+    return round(FEWEST_TOKENS / max(again, READ_AGAIN) / (2 if problem.in_place else 1))
 
 
 def _room(problem: LinearProblem, memory: int | None, summed: bool) -> int:
@@ -300,7 +198,7 @@ def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
     products = problem.products + (problem.waits and not problem.keeps)
     needed = taken + travels + problem.weight_sum_bytes * summed
     reason = f"the logits of all tokens take {size(problem.logits_bytes)}"
-    if taken > room and (apart := _apart(problem, room)):
+    if taken > room and (apart := _apart(problem, room, problem.tokens)):
         own = (problem.classes - apart) * problem.itemsize + _beside_two(problem)
         why = f"{reason}, of which {apart} columns lie where the gradient of the weight will be"
         plan = LinearPlan("stored", problem.tokens, 1, products, problem.tokens * own, False, why, apart)
@@ -314,17 +212,47 @@ def _beside_two(problem: LinearProblem) -> int:
     return problem.hidden * max(problem.itemsize, 4) * problem.of_input + problem.copied_bytes
 
 
-def _apart(problem: LinearProblem, room: int) -> int:
-    """Fewest last columns of the logits that must lie where the gradient of the weight will be; 0 where none may.
+def _apart(problem: LinearProblem, room: int, tokens: int) -> int:
+    """Fewest last columns of the logits of some first tokens that must lie in the memory of the weight's gradient.
 
-    They take the place of the other classes, whose products come last.
+    They take the place of the other classes, whose products come last.  0 where none may lie there.
+
+    Args:
+        problem: The problem.
+        room: Most bytes of the other columns.
+        tokens: Number of the first tokens; with fewer than all, the memory is that of the sum of several chunks.
     """
-    if not problem.in_two or problem.waits or not problem.of_weight or problem.sums_one_product:
+    if not problem.in_two or not problem.lends:
         return 0
-    own = room // problem.tokens - _beside_two(problem)
+    summed = problem.weight_sum_bytes if tokens < problem.tokens else 0
+    bytes_of_class = (summed or problem.result_bytes) // problem.classes
+    own = room // tokens - _beside_two(problem)
     first = own // problem.itemsize // COLUMN_TILE * COLUMN_TILE
     apart = problem.classes - first
-    return apart if first > 0 and problem.tokens * apart <= first * problem.hidden else 0
+    fits = tokens * apart * problem.itemsize <= first * bytes_of_class
+    return apart if first > 0 and apart > 0 and fits else 0
+
+
+def _columns_of(problem: LinearProblem, fits: int) -> tuple[int, int]:
+    """(columns of a chunk, columns held: those of first chunks that fit where the gradient of the weight will be).
+
+    Args:
+        problem: The problem.
+        fits: Most columns of a chunk.
+    """
+    # Rounding up to whole tiles may add one.
+    chunks = _ceil(problem.classes, max(fits - COLUMN_TILE, FEWEST_COLUMNS))
+    chunk = min(problem.classes, _ceil(_ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
+    if not problem.lends or chunk * problem.itemsize % 16:
+        return chunk, 0
+    held = problem.classes * problem.hidden // max(problem.tokens, problem.hidden)
+    # The last chunk may be smaller; its rows must be whole 16 bytes too.
+    if held == problem.classes and held % chunk * problem.itemsize % 16 == 0:
+        return chunk, held
+    # A whole number of chunks fills this memory, unless they would be much smaller for it.
+    whole = held // max(_ceil(held, max(fits, 1)), 1) // COLUMN_TILE * COLUMN_TILE if held < problem.classes else 0
+    chunk = whole if 10 * whole >= 8 * chunk else chunk
+    return chunk, held // chunk * chunk
 
 
 def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
@@ -342,15 +270,29 @@ def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
         return Candidate("tokens", None, "one token is no more than a chunk")
     # One chunk would be the plan `stored`.
     fits = min(fits, tokens - 1)
-    # Whole tiles where there are several, and chunks of nearly one size, so that the last is not a small product.
     most = max(fits // TOKEN_TILE * TOKEN_TILE or fits, 1)
+    chunk, first, apart = _chunk_of_tokens(problem, _room(problem, memory, True), most)
+    needed = max(chunk * token_bytes, first * ((problem.classes - apart) * problem.itemsize + _beside_two(problem)))
+    chunks, why = _ceil(tokens - first, chunk) + (first > 0), _why(problem)
+    if first:
+        why += f", and {apart} columns of the first chunk lie where the gradient of the weight will be"
+    products, needed = problem.products + problem.waits, needed + problem.weight_sum_bytes
+    return Candidate("tokens", LinearPlan("tokens", chunk, chunks, products, needed, False, why, apart, first), "")
+
+
+def _chunk_of_tokens(problem: LinearProblem, room: int, most: int) -> tuple[int, int, int]:
+    """(tokens of a chunk, of a larger first one or 0, columns apart of the first) with at most `most` of a chunk."""
+    tokens, chunk = problem.tokens, most
+    # The fewest chunks, of which the first, whose products are the fastest, is as large as it can be.
+    for others in range(1, _ceil(tokens, most) - 1) if problem.in_two and problem.lends else ():
+        if apart := _apart(problem, room, tokens - others * chunk):
+            while chunk > TOKEN_TILE and (more := _apart(problem, room, tokens - others * (chunk - TOKEN_TILE))):
+                apart, chunk = more, chunk - TOKEN_TILE
+            return chunk, tokens - others * chunk, apart
+    # Whole tiles where there are several, and chunks of nearly one size, so that the last is not a small product.
     chunk = _ceil(tokens, _ceil(tokens, most))
     whole = _ceil(chunk, TOKEN_TILE) * TOKEN_TILE
-    chunk = min(whole if whole <= most else chunk, tokens)
-    needed = chunk * token_bytes + problem.weight_sum_bytes
-    products = problem.products + problem.waits
-    plan = LinearPlan("tokens", chunk, _ceil(tokens, chunk), products, needed, False, _why(problem))
-    return Candidate("tokens", plan, "")
+    return min(whole if whole <= most else chunk, tokens), 0, 0
 
 
 def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
@@ -362,12 +304,13 @@ def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
     copied = problem.hidden * problem.itemsize * (problem.of_weight and not lends)
     beside = problem.input_sum_bytes + problem.tokens * copied
     most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - beside)
-    # Rounding up to whole tiles may add one.
-    chunks = _ceil(problem.classes, max(most // column_bytes - COLUMN_TILE, FEWEST_COLUMNS))
-    chunk = min(problem.classes, _ceil(_ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
+    chunk, held = _columns_of(problem, most // column_bytes)
     needed = problem.tokens * row_bytes(chunk, problem.itemsize) + beside
-    products = problem.products + problem.recorded
-    plan = LinearPlan("columns", chunk, _ceil(problem.classes, chunk), products, needed, False, _why(problem))
+    again = problem.classes if problem.recorded else 0
+    products, why = problem.products + (again - held) / max(problem.classes, 1), _why(problem)
+    if held:
+        why += f", of which {held} columns lie where the gradient of the weight will be"
+    plan = LinearPlan("columns", chunk, _ceil(problem.classes, chunk), products, needed, False, why, held)
     if memory is not None and needed > memory:
         reason = f"memory is {memory} bytes, and {chunk} columns of all tokens take {needed}"
         return Candidate("columns", None, reason)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from .plans import FEWEST_CLASSES, row_bytes
+from .problem import FEWEST_CLASSES, row_bytes
 
 Tensor = torch.Tensor
 

@@ -31,11 +31,12 @@ CHOICE = ANY
 class Statistics(NamedTuple):
     """Numbers of each row in float32 or wider, (rows,) tensors; logprob is NaN where the target is no column.
 
-    lse is float64: rounded to float32, it would put one error into every probability of the backward pass.
+    lse is float64: rounded to float32, it would put one error into every probability of the backward pass.  The entropy
+    is None where nobody wants it.
     """
 
     logprob: Tensor
-    entropy: Tensor
+    entropy: Tensor | None
     lse: Tensor
 
 
@@ -131,19 +132,22 @@ class Read(NamedTuple):
     """
 
     logprob: Tensor
-    entropy: Tensor
     m: Tensor
     l: Tensor
+    entropy: Tensor | None = None
 
 
-def read(z: Tensor, target: Tensor, options: ScoreOptions | None) -> Read:
-    """The logarithms of the targets and the sums of the rows of some logits, by one launch where kernels run."""
+def read(z: Tensor, target: Tensor, options: ScoreOptions | None, entropy: bool = True) -> Read:
+    """The logarithms of the targets and the sums of the rows of some logits, by one launch where kernels run.
+
+    The entropy, if it is wanted, needs sums with more digits than 16-bit logits do.
+    """
     call = Call(TOKEN_LOGPROBS, z, Settings(1, None, False, CHOICE), options, None, {"target": target})
+    more = ("entropy",) if entropy else ()
     if not _kernels_run(z, target):
-        logprob, lse, entropy = loss_eager.log_probabilities(call, ("y", "lse", "entropy"), torch.float64)
-        return Read(logprob, entropy, lse, torch.ones_like(lse))
-    logprob, m, l, entropy = outputs_of(call, ("y", "m", "l", "entropy"))
-    return Read(logprob, entropy, m, l)
+        logprob, lse, *others = loss_eager.log_probabilities(call, ("y", "lse", *more), torch.float64)
+        return Read(logprob, lse, torch.ones_like(lse), *others)
+    return Read(*outputs_of(call, ("y", "m", "l", *more)))
 
 
 def finished(found: Read) -> Statistics:
@@ -161,13 +165,16 @@ def incoming(known: Statistics, dlogprob: Tensor, dentropy: Tensor | None) -> di
     """
     m = known.lse.to(dlogprob.dtype)
     beside = {"dy": dlogprob, "m": m, "l": (known.lse - m).exp().to(m.dtype)}
-    return beside if dentropy is None else {**beside, "entropy": known.entropy, "dentropy": dentropy}
+    if dentropy is None or known.entropy is None:
+        return beside
+    return {**beside, "entropy": known.entropy, "dentropy": dentropy}
 
 
 def gradient(
-    z: Tensor, target: Tensor, dlse: Tensor, beside: dict[str, Tensor], options: ScoreOptions | None
-) -> Tensor:
-    """The gradient in the logits of a chunk, in their place where kernels run.
+    z: Tensor, target: Tensor, dlse: Tensor, beside: dict[str, Tensor], options: ScoreOptions | None,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient in the logits of a chunk, in their place or in `out` where kernels run.
 
     Args:
         z: Logits of some columns of each row.
@@ -180,7 +187,7 @@ def gradient(
     operation, settings = OPERATIONS[TOKEN_LOGPROBS.gradient_name], Settings(1, None, False, CHOICE)
     call = Call(operation, z, settings, options, None, beside)
     if _kernels_run(z, target):
-        return outputs_of(call._replace(out=z), ("y",))[0]
+        return outputs_of(call._replace(out=z if out is None else out), ("y",))[0]
     (dz,) = custom_op_eager.outputs_of(call, ("y",))
     # The formula multiplies NaN by 0 in a row without gradients; a kernel does not.
     nothing = (beside["dy"] == 0) & (dlse == 0) & ("dentropy" not in beside or beside["dentropy"] == 0)

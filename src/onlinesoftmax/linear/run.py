@@ -6,6 +6,7 @@ An eager call runs the functions of tokens.py and columns.py, a traced one those
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,10 +40,21 @@ from .arguments import (
     plan_for,
     records,
 )
-from .columns import LogProbabilities
-from .formulas import LossCall, checked_losses, divided, loss_of, loss_rows, needs_whole_rows, with_divisor
+from .columns import LogProbabilities, Way
+from .columns import run as run_columns
+from .formulas import (
+    LossCall,
+    checked_losses,
+    divided,
+    loss_of,
+    loss_of_statistics,
+    loss_rows,
+    needs_whole_rows,
+    with_divisor,
+)
 from .sharing import Sharing
 from .tokens import KnownFactor, LaterFactor, Rows, Work
+from .tokens import run as run_tokens
 
 Tensor = torch.Tensor
 
@@ -128,19 +140,24 @@ def losses(
     in_place = call.sum_dtype.itemsize < factor.itemsize
     how = "linear_cross_entropy", head, call.memory, each, whole_rows, sharing, in_place
     plan = plan_for(*how, in_two=sharing is None)
-    if plan.apart and not rows.are_in_two(*inputs[:2], target, weight, loss):
+    if plan.apart and plan.name != "columns" and not rows.are_in_two(*inputs[:2], target, weight, loss):
         plan = plan_for(*how)
     noted("linear_cross_entropy", *inputs[:2], plan)
-    if plan.name == "columns" or plan.keeps:
-        found = LogProbabilities.apply(*inputs, target, plan, loss.options, sharing)
-        y = loss_of(found, target, loss) * factor
+    way = Way(plan, loss.options, sharing, entropy=sharing is not None)
+    # The gradient of a mean over many tokens is too small for float16, so there it waits for the factor of a scaler.
+    later = each or sharing is not None or head.input.dtype == torch.float16
+    if plan.keeps or (plan.name == "columns" and later):
+        y = loss_of(LogProbabilities.apply(*inputs, target, way), target, loss) * factor
         return y if each else y.sum(), ()
+    if plan.name == "columns":
+        compute = partial(run_columns, way, target, loss_of_statistics(target, loss))
+        return KnownFactor.apply(*inputs, factor, compute, records(head))[0], ()
     skipped = None if target.is_floating_point() else ignored(target, loss)
-    work = Work(plan, of_chunk, skipped, records(head), sharing, call.sum_dtype, (target, weight))
+    work = Work(plan, of_chunk, skipped, sharing, call.sum_dtype, (target, weight))
     if each:
         y, *more = LaterFactor.apply(*inputs, work)
         return y * factor, more
-    y, _, *more = KnownFactor.apply(*inputs, factor, work)
+    y, _, *more = KnownFactor.apply(*inputs, factor, partial(run_tokens, work), records(head))
     return y, more
 
 
@@ -163,7 +180,7 @@ def token_logprobs(
     else:
         inputs = head.input, head.weight, head.bias
         plan = noted(name, *inputs[:2], plan_for(name, head, memory, sharing=sharing))
-        logprob, entropy, lse = LogProbabilities.apply(*inputs, head.target, plan, options, sharing)
+        logprob, entropy, lse = LogProbabilities.apply(*inputs, head.target, Way(plan, options, sharing))
     if ignore_index is not None:
         logprob = logprob.masked_fill(equals(head.target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
@@ -203,7 +220,7 @@ def token_loss(
         if sharing is not None:
             known = sharing.merged(known, of_target[part])
         known = known._replace(logprob=known.logprob.clamp(max=0.0).masked_fill(ignored[part], 0.0))
-        leaves = [t.detach().to(counts.dtype).requires_grad_(dy is not None) for t in known]
+        leaves = [t.detach().to(counts.dtype).requires_grad_(dy is not None) for t in known if t is not None]
         with torch.set_grad_enabled(dy is not None):
             y = loss(*leaves, *[t[part] for t in beside])
         losses = checked_losses(name, y, *leaves).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
@@ -222,8 +239,9 @@ def token_loss(
         dlse = torch.where(local < 0, dlse - dlogprob, dlse)
         return (losses,), rows.gradient(z, local, dlse, rows.incoming(known, dlogprob, dentropy), of_tokens)
 
-    work = Work(plan, of_chunk, ignored, records(head), sharing, sum_dtype)
-    total = divided(whole(KnownFactor.apply(head.input, head.weight, head.bias, factor, work)[0]), divisor)
+    compute = partial(run_tokens, Work(plan, of_chunk, ignored, sharing, sum_dtype))
+    total = KnownFactor.apply(head.input, head.weight, head.bias, factor, compute, records(head))[0]
+    total = divided(whole(total), divisor)
     return total if count is None else total.masked_fill(count == 0, torch.nan)
 
 

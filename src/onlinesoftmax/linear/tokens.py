@@ -1,5 +1,7 @@
 """Plans `stored` and `tokens` of losses: the logits of a chunk of tokens, and their gradient in the same memory.
 
+The last columns of a first chunk may lie in the memory of the gradient of the weight, which is not written yet.
+
 Where the gradient of each loss is known in the forward pass, as for a mean, the gradients follow at once.  Where it has
 to wait, the backward pass makes the logits of each chunk again.
 """
@@ -44,7 +46,6 @@ class Work(NamedTuple):
         plan: How the tokens are cut.
         rows: What to compute of the logits of a chunk.
         skipped: True for the tokens that count for nothing, whose input may hold NaN; None where all count.
-        recorded: True where autograd records the call, so that gradients are wanted.
         sharing: The other processes that have classes; None where this one has all.
         sum_dtype: Dtype in which several chunks add up the gradient of the weight; None for float32 or float64.
         reads: Tensors of the caller that `rows` reads.  Like the inputs, they must not change before the backward pass.
@@ -53,7 +54,6 @@ class Work(NamedTuple):
     plan: LinearPlan
     rows: Rows
     skipped: Tensor | None
-    recorded: bool
     sharing: Sharing | None = None
     sum_dtype: torch.dtype | None = None
     reads: tuple[Tensor | None, ...] = ()
@@ -70,10 +70,7 @@ def run(
         factor: Gradient of each token's first output; None for no gradients.
         wanted: Whether the gradients of input, weight and bias are wanted.
     """
-    plan, rows, skipped, _, sharing, sum_dtype, _ = work
-    if plan.apart:
-        assert factor is not None
-        return _run_in_two(work, x, weight, bias, factor, wanted)
+    plan, rows, skipped, sharing, sum_dtype, _ = work
     tokens, (classes, hidden) = len(x), weight.shape
     of_input, of_weight, of_bias = (one and factor is not None for one in wanted)
     wide = accumulator_of(x.dtype, x.dtype)
@@ -81,10 +78,14 @@ def run(
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
     dw = torch.empty(classes, hidden, dtype=sum_dtype, device=x.device) if of_weight else None
     db = torch.zeros(classes, dtype=wide, device=x.device) if of_bias else None
-    memory = logits_memory(min(plan.chunk, tokens), classes, x)
+    memory, own = _memory(plan, tokens, classes, x)
     found, finish = [], cast(Callable[[], Any], _nothing)
-    for first in range(0, tokens, plan.chunk):
-        part = slice(first, min(first + plan.chunk, tokens))
+    for part in _parts(plan, tokens):
+        if own is not None and not part.start:
+            assert factor is not None
+            sums = Gradients(None if dx is None else dx[part], dw, db)
+            found.append(_run_in_two(work, x[part], weight, bias, factor[part], sums, own))
+            continue
         z = logits_of(x[part], weight, bias, memory[: part.stop - part.start])
         # The gradient of the chunk before has travelled during two products.
         finish()
@@ -95,7 +96,7 @@ def run(
             add_input_gradient(total, dz, weight, True)
             finish = sharing.summed(total, dx[part])
         of_part = Gradients(None if dx is None or sharing is not None else dx[part], dw, db)
-        add_gradients(of_part, dz, x[part], weight, None if skipped is None else skipped[part], first == 0)
+        add_gradients(of_part, dz, x[part], weight, None if skipped is None else skipped[part], not part.start)
     finish()
     if not found:
         return rows(memory, slice(0, 0), factor)[0], Gradients(dx, None if dw is None else dw.zero_(), db)
@@ -131,43 +132,77 @@ def add_gradients(
         sums.bias.add_(dz.sum(0, dtype=sums.bias.dtype))
 
 
+def _parts(plan: LinearPlan, tokens: int) -> list[slice]:
+    """The tokens of each chunk."""
+    first = plan.first or plan.chunk
+    begins = [0, *range(first, tokens, plan.chunk)] if tokens else []
+    return [slice(begin, min(begin + plan.chunk if begin else first, tokens)) for begin in begins]
+
+
+def _memory(plan: LinearPlan, tokens: int, classes: int, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Memory of the logits of a chunk, and in the same place that of a first chunk's columns that do not lie apart."""
+    if not plan.apart:
+        return logits_memory(min(plan.chunk, tokens), classes, x), None
+    first, rows, own = plan.first or tokens, plan.chunk if plan.first else 0, classes - plan.apart
+    memory = x.new_empty(max(first * own, rows * classes))
+    return memory[: rows * classes].view(rows, classes), memory[: first * own].view(first, own)
+
+
 def _run_in_two(
-    work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, wanted: tuple[bool, bool, bool]
-) -> tuple[tuple[Tensor, ...], Gradients]:
-    """Run the loss with the last columns of the logits in the memory of the gradient of the weight."""
-    (tokens, hidden), classes, (of_input, _, of_bias) = x.shape, len(weight), wanted
-    wide, apart = accumulator_of(x.dtype, x.dtype), work.plan.apart
-    dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    work: Work, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, sums: Gradients, first: Tensor
+) -> tuple[Tensor, ...]:
+    """Run the loss of a first chunk with the last columns of its logits in the memory of the gradient of the weight.
+
+    Args:
+        work: What to compute.
+        x, weight, bias: The input of the chunk, and the tensors of the head.
+        factor: Gradient of the first output of each token of the chunk.
+        sums: The gradients to write; that of the bias has zeros.
+        first: Memory of the other columns.
+    """
+    tokens, own, dw = len(x), first.shape[1], sums.weight
+    assert dw is not None
     # The place of the first classes, whose products come last.
-    last = dw.view(-1)[: tokens * apart].view(tokens, apart)
-    first = logits_memory(tokens, classes - apart, x)
-    logits = [(slice(0, classes - apart), first), (slice(classes - apart, classes), last)]
+    last = dw.view(-1).view(x.dtype)[: tokens * (len(weight) - own)].view(tokens, -1)
+    logits = [(slice(0, own), first), (slice(own, len(weight)), last)]
     for part, z in logits:
         logits_of(x, weight[part], None if bias is None else bias[part], z)
     outputs, _ = work.rows(first, slice(0, tokens), factor, last)
-    total = torch.empty(tokens, hidden, dtype=wide, device=x.device) if of_input else None
-    if total is not None:
-        for part, dz in logits:
+    total = (
+        None if sums.input is None else torch.empty(x.shape, dtype=accumulator_of(x.dtype, x.dtype), device=x.device)
+    )
+    for part, dz in logits:
+        if total is not None:
             add_input_gradient(total, dz, weight[part], part.start == 0)
-    db = torch.cat([dz.sum(0, dtype=wide) for _, dz in logits]) if of_bias else None
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if of_input else None
-    valid = zeroed(x, work.skipped, dx)
+        if sums.bias is not None:
+            sums.bias[part] = dz.sum(0, dtype=sums.bias.dtype)
+    valid = zeroed(x, None if work.skipped is None else work.skipped[:tokens], sums.input)
     for part, dz in reversed(logits):
         add_weight_gradient(dw[part], dz, valid, True)
-    return outputs, Gradients(None if dx is None or total is None else dx.copy_(total), dw, db)
+    if sums.input is not None and total is not None:
+        sums.input.copy_(total)
+    return outputs
 
 
 def _nothing() -> None:
     """Nothing is on its way."""
 
 
+Compute = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]]
+"""Function (input, weight, bias, factor, wanted) that returns what `run` of this module does."""
+
+
 class KnownFactor(torch.autograd.Function):
-    """(total, outputs for each token): total is the sum of factor · first output, whose gradients forward computes."""
+    """(total, outputs for each token): total is the sum of factor · first output, whose gradients forward computes.
+
+    `recorded` is True where autograd records the call, so that gradients are wanted.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, work: Work) -> Any:
-        wanted: Any = ctx.needs_input_grad[:3]
-        outputs, ctx.gradients = run(work, x, weight, bias, factor if work.recorded else None, wanted)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, factor: Tensor, compute: Compute, recorded: bool
+    ) -> Any:  # fmt: skip
+        outputs, ctx.gradients = compute(x, weight, bias, factor if recorded else None, ctx.needs_input_grad[:3])
         ctx.hooked = has_saved_tensor_hooks()
         if ctx.hooked:
             ctx.save_for_backward(*ctx.gradients)
@@ -181,14 +216,14 @@ class KnownFactor(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, *_: Any) -> Any:
         check_gradients(dy)
         if dy is None:
-            return (None,) * 5
+            return (None,) * 6
         gradients, keeps = ctx.saved_tensors if ctx.hooked else ctx.gradients, keeps_graph()
         if gradients is None:
             raise RuntimeError("an earlier backward pass has taken the gradients: give it retain_graph=True")
         if not keeps:
             ctx.gradients = None
         pairs = zip(gradients, ctx.dtypes, strict=True)
-        return (*[None if g is None else _scaled(g, dy, dtype, keeps) for g, dtype in pairs], None, None)
+        return (*[None if g is None else _scaled(g, dy, dtype, keeps) for g, dtype in pairs], None, None, None)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype, keeps: bool) -> Tensor:

@@ -48,6 +48,7 @@ class Team(NamedTuple):
         dtype = found.logprob.dtype
         limits = torch.finfo(dtype)
         m = found.lse.to(dtype).clamp(limits.min, limits.max)
+        assert found.entropy is not None
         local = RowStates(m, (found.lse - m).exp().to(dtype), found.logprob, found.entropy.to(dtype))
         whole = merge(local, self.groups)
         assert whole.logprob is not None

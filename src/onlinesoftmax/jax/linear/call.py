@@ -11,7 +11,8 @@ import jax
 from ...core.arrays import accumulator
 from ...core.options import PLAIN, ScoreOptions
 from ...core.plan_log import Kind, note_plan
-from ...linear.plans import LinearPlan, LinearProblem, plan_of, problem_of
+from ...linear.plans import LinearPlan, plan_of
+from ...linear.problem import LinearProblem, problem_of
 from ..signature import Names
 
 LAYOUTS = {
@@ -145,7 +146,7 @@ def _plan(call: HeadCall, problem: LinearProblem) -> LinearPlan:
     sizes = problem.tokens, problem.hidden, problem.classes
     if not all(isinstance(size, int) for size in sizes):
         return LinearPlan("stored", sizes[0], 1, problem.products, 0, problem.keeps, "jax.export: a size is a symbol")
-    return plan_of(problem, call.memory)
+    return plan_of(problem._replace(borrows=False), call.memory)
 
 
 def types(call: HeadCall, arrays: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:

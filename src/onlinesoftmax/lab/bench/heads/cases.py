@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ....core.declaration import Operation
 from ....core.task import ITEMSIZE
-from ....linear.plans import FUNCTIONS, STATISTICS
+from ....linear.problem import FUNCTIONS, STATISTICS
 from ....ops import OPERATIONS
 from ...names import Shape, check_names
 from ..cases import Case
