@@ -31,13 +31,16 @@ FILTERS: list[dict[str, Any]] = [
 EXTREMES = [2.0, 1.0, -0.0, 0.0, 5.0, 5.0, 1.0, 2.0, -torch.inf, 5.0]
 
 
-def simulated(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> dict[str, Tensor]:
+def simulated(
+    x: Tensor, cluster: int, folder: Path, top: int, lists: source.Lists = source.LONG, **given: Any
+) -> dict[str, Tensor]:
     """Results of the kernel, by name."""
     rows, cols = x.shape
     aligned = unfiltered_launch.is_aligned(x)
     # Shared memory holds the slices of several blocks.
     tiles = -(-source.slice_of(cols, cluster) // (512 * source.TOKENS)) if aligned and cluster > 1 else 0
-    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, 512, 2, aligned, tiles)
+    threads, resident = (512, 2) if lists == source.LONG else (256, 4)
+    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, threads, resident, aligned, tiles, lists)
     dtypes = dict.fromkeys(("token", "kept", "top_tokens", "kept_key", "kept_mass"), torch.int64)
     operands = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "offset": 0}
     operands |= {name: value for name, value in given.items() if name in operands}
@@ -61,8 +64,8 @@ def _number(name: str, value: Any) -> int:
     return source.bits_of(value, forms[name]) if name in forms else int(value)
 
 
-def check(x: Tensor, cluster: int, folder: Path, top: int, **given: Any) -> None:
-    got = simulated(x, cluster, folder, top, **given)
+def check(x: Tensor, cluster: int, folder: Path, top: int, lists: source.Lists = source.LONG, **given: Any) -> None:
+    got = simulated(x, cluster, folder, top, lists, **given)
     assert_same_samples(got, osm.sample(x, top_logprobs=top, **given)._asdict())
     cols = x.shape[1]
     filters = {name: given.get(name) for name in ("temperature", "top_k", "top_p", "min_p")}
@@ -104,6 +107,15 @@ def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict
 def test_16_bit_logits_and_rows_that_are_not_aligned(dtype: torch.dtype, folder: Path) -> None:
     x = (torch.randn(3, 777, generator=torch.Generator().manual_seed(1)) * 2).to(dtype)
     check(x[:, 1:], 2, folder, 0, seed=torch.arange(3), top_p=0.7)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
+def test_short_lists(filters: dict[str, Any], folder: Path) -> None:
+    # A row of equal scores, one without top_k, and one whose top_k has no room are right too.
+    x = torch.randn(5, 6000, generator=torch.Generator().manual_seed(3)) * 2
+    x[1] = 1.0
+    top_k, seed = torch.tensor([50, 50, 0, 1000, 128]), torch.arange(5)
+    check(x, 1, folder, 20, source.SHORT, seed=seed, top_k=top_k, **filters)
 
 
 TIED = {"top_k": 2}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.9, "min_p": 0.3}
@@ -156,9 +168,12 @@ def test_the_kernel_compiles(arch: str, cluster: int, log_of: Any) -> None:
 
 def test_the_loop_of_many_rows_keeps_its_numbers_in_registers(log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    log = log_of(source.KERNEL.source(source.Shape("float32", 1, 512, 2, True, 0)), "sm_90")
-    loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
-    assert loops == ["0"] * 3
+    for shape in (
+        source.Shape("float32", 1, 512, 2, True, 0), source.Shape("float32", 1, 256, 4, True, 0, source.SHORT),
+    ):  # fmt: skip
+        log = log_of(source.KERNEL.source(shape), "sm_90")
+        loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
+        assert loops == ["0"] * 3
 
 
 @pytest.mark.parametrize(
@@ -218,8 +233,8 @@ def test_a_block_of_masked_tokens(folder: Path) -> None:
 def test_few_rows_have_many_blocks() -> None:
     hopper, ampere, ada = (KNOWN[name] for name in ("h100", "a100", "l4"))
 
-    def cut(rows: int, cols: int, device: Device, aligned: bool = True) -> tuple[int, ...]:
-        shape = source.shape_of(rows, cols, "float32", aligned, device)
+    def cut(rows: int, cols: int, device: Device, aligned: bool = True, listed: int | None = None) -> tuple[int, ...]:
+        shape = source.shape_of(rows, cols, "float32", aligned, device, listed)
         assert shape is not None
         assert shape.dynamic_bytes + source.declared_bytes(shape.cluster) <= device.shared_memory
         return shape.cluster, shape.threads, shape.resident, shape.tiles
@@ -231,6 +246,9 @@ def test_few_rows_have_many_blocks() -> None:
     assert cut(8, 128256, hopper) == (8, 512, 1, 4)
     assert cut(64, 128256, hopper) == (2, 512, 1, 0)
     assert cut(1024, 128256, hopper) == (1, 512, 2, 0)
+    assert cut(1024, 128256, hopper, listed=128) == (1, 256, 4, 0)
+    assert cut(1024, 128256, hopper, listed=129) == (1, 512, 2, 0)
+    assert cut(64, 128256, hopper, listed=128) == (2, 512, 1, 0)
     # Two blocks of a cluster of 8 do not fit the shared memory of a multiprocessor.
     assert cut(20, 128256, hopper) == (4, 512, 1, 0)
     assert cut(1, 1 << 20, ampere) == (1, 512, 1, 0)

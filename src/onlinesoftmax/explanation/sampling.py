@@ -36,6 +36,7 @@ class Asked(NamedTuple):
         adjacent: True where the logits of a row are adjacent in memory.
         filters: Names of the filters that are given.
         top: Number of the largest log-probabilities that are returned.
+        listed: As Parameters.listed.
         options: Names of the score options that are given.
     """
 
@@ -46,6 +47,7 @@ class Asked(NamedTuple):
     adjacent: bool
     filters: tuple[str, ...]
     top: int
+    listed: int | None
     options: tuple[str, ...]
 
 
@@ -134,7 +136,8 @@ def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], option
     top = arguments.checked_count(logits, "top_logprobs", asked["top_logprobs"], 0)
     rows = arguments.in_rows(logits.x, logits.dim)
     adjacent = rows.stride(1) == 1
-    return Asked(len(rows), logits.tokens, like.dtype, "torch", adjacent, given, top, logits.options.given)
+    listed = parameters.listed(top)
+    return Asked(len(rows), logits.tokens, like.dtype, "torch", adjacent, given, top, listed, logits.options.given)
 
 
 def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
@@ -165,7 +168,8 @@ def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options:
     parameters = checked_parameters(SAMPLE, tokens, of_rows, 1.0, (k, p, least), "keep")
     filtering = tuple(name for name in FILTERS if getattr(parameters, name) is not None)
     top = arguments.checked_count(SAMPLE, "top_logprobs", asked["top_logprobs"], tokens)
-    return Asked(math.prod(rows), tokens, like.dtype, "jax", True, filtering, top, given[0])
+    # To JAX, a number is an array like any other.
+    return Asked(math.prod(rows), tokens, like.dtype, "jax", True, filtering, top, None, given[0])
 
 
 def explain_sample(problem: Asked, device: Device, named: bool) -> SampleExplanation:
@@ -210,7 +214,7 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
         return Kernel(UNFILTERED, shape.cluster, shape.threads, reason)
     if top > MOST_TOP:
         return f"a kernel lists at most {MOST_TOP} tokens"
-    filtered = shape_of(rows, tokens, dtype, True, device)
+    filtered = shape_of(rows, tokens, dtype, True, device, problem.listed)
     if filtered is None:
         return f"the blocks of a row need more shared memory than those of {device.name} have"
     # Without top_k all tokens may be kept, so masses are added up when a bound of the threshold is known.

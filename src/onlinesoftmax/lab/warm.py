@@ -174,8 +174,11 @@ def _of_sample(asked: Asked, device: Device) -> list[Program]:
         raise ValueError(f"sample: {reason}")
     given = rows, cols, asked.dtype, cols * x.element_size() % 16 == 0
     texts = {"without a filter": unfiltered.KERNEL.source(unfiltered.shape_of(*given, False, device))}
-    if (filtered := source.shape_of(*given, device)) is not None:
+    filtered, short = (source.shape_of(*given, device, listed) for listed in (None, source.SHORT.most))
+    if filtered is not None:
         texts["with filters"] = source.KERNEL.source(filtered)
+    if short is not None and short != filtered:
+        texts["with one top_k"] = source.KERNEL.source(short)
     return [Program(asked.named(device, what), text) for what, text in texts.items()]
 
 

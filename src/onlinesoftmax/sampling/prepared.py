@@ -115,7 +115,7 @@ def prepare_verify(
         return False
     from .kernels import verify_launch
 
-    run = verify_launch.bind(rows, target.rows, drafts.shape[-1], parameters.first)
+    run = verify_launch.bind(rows, target.rows, drafts.shape[-1], parameters)
     if run is None:
         return False
     keep(PREPARED_CALLS, key, _made_ready(run, operands, filters, drafts.shape[:-1].numel()))

@@ -145,7 +145,7 @@ def _verify_by_kernel(
 
     same = logits[0].x.dtype == logits[-1].x.dtype
     models = [adjacent(x.as_rows() if same else x.scores()) for x in logits]
-    run = verify_launch.bind(models, tuple(seed.shape), drafts.shape[-1], parameters.first)
+    run = verify_launch.bind(models, tuple(seed.shape), drafts.shape[-1], parameters)
     if run is None:
         return None
     x, other = models[0], None if draft is None else models[1]

@@ -48,7 +48,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
     Args:
         scores: Scores (rows, tokens) on a GPU: logits to which score options have been applied.
         rows: Shape of the results.
-        parameters: Those of a call; only which filters it has, and its ties, count.
+        parameters: Those of a call; only which filters it has, and its `first` and `most`, count.
         raw, top: As for `sample` in run.py.
     """
     if is_unfiltered(parameters.filters, top):
@@ -58,32 +58,32 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
 
 def _bind_filtered(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int) -> Run | None:
     """`bind` of sample.cuh."""
-    launch = launcher(scores, parameters.first, raw, top)
+    launch = launcher(scores, parameters, raw, top)
     return None if launch is None else _bound(launch, rows, top, scores.get_device())
 
 
 Launch = Callable[[Tensor, Any, Any, Any, tuple[Any, Any, Any], tuple[int, ...]], None]
 
 
-def launcher(scores: Tensor, first: bool, raw: bool, top: int, each: int = 1) -> Launch | None:
+def launcher(scores: Tensor, parameters: Parameters, raw: bool, top: int, each: int = 1) -> Launch | None:
     """The function launch(x, temperature, seed, offset, filters, results) that launches sample.cuh; None if none does.
 
     The GPU is the current one.  The arguments are those of the function of `bind`, and the addresses of the results:
     those of Sampled up to the top tokens, then kept_key and kept_mass; 0 for one of the last four that is not wanted.
 
     Args:
-        scores, raw, top: As for `bind`.
-        first: As in Parameters.
+        scores, parameters, raw, top: As for `bind`.
         each: So many adjacent rows share their parameters, and each has the next offset.
     """
     (count, cols), dtype = scores.shape, str(scores.dtype).removeprefix("torch.")
     device = from_torch("cuda", scores.get_device())
     if refusal(dtype, count, device) or scores.stride(1) != 1 or top > MOST_TOP:
         return None
-    shape = shape_of(count, cols, dtype, unfiltered_launch.is_aligned(scores), device)
+    aligned, listed = unfiltered_launch.is_aligned(scores), parameters.listed(top)
+    shape = shape_of(count, cols, dtype, aligned, device, listed)
     if shape is None:
         return None
-    numbers = scores.stride(0), cols, slice_of(cols, shape.cluster), first, raw, top, each
+    numbers = scores.stride(0), cols, slice_of(cols, shape.cluster), parameters.first, raw, top, each
     return _launcher(shape, count, numbers, scores.get_device())
 
 

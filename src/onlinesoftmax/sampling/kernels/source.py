@@ -35,10 +35,33 @@ log-probabilities take PyTorch's operations."""
 _THREADS = 512, 256
 """Threads of a block; fewer where the lists of more would not fit in shared memory."""
 
+_THREADS_WITH_SHORT_LISTS = (256,)
+
 RESIDENT_THREADS = 1024
 """Threads of a multiprocessor that the registers suffice for: with two blocks, one reads while the other one waits."""
 
-_FEW, _SPREAD, _MOST_ABOVE, _MOST_RIVALS = 2048, 1024, 512, 1024
+_SPREAD = 1024
+"""Bins in which scores are counted."""
+
+
+class Lists(NamedTuple):
+    """Sort keys that the lists of a block have room for.
+
+    Attributes:
+        most: Most tokens that a row may want to be listed.
+        few: A list that grows longer is cut.
+        above: Keys above the bins.
+        rivals: Keys of tokens that may win.
+    """
+
+    most: int
+    few: int
+    above: int
+    rivals: int
+
+
+LONG, SHORT = Lists(MOST_TOP, 2048, 512, 1024), Lists(128, 512, 128, 256)
+"""Short lists leave room for more blocks, of which some read while others choose: for many rows with one top_k."""
 
 OVERHEAD = 8192
 """Tokens that a block reads in the time of its other work, about."""
@@ -78,6 +101,7 @@ class Shape(NamedTuple):
         resident: Blocks of a multiprocessor that its registers suffice for.
         aligned: True where every row begins on 16 bytes.
         tiles: Tiles of the longest slice, if shared memory holds them; 0 otherwise.
+        lists: Room of the lists.
     """
 
     dtype: str
@@ -86,11 +110,12 @@ class Shape(NamedTuple):
     resident: int
     aligned: bool
     tiles: int
+    lists: Lists = LONG
 
     @property
     def dynamic_bytes(self) -> int:
         """Shared memory for lists and counts, and for the logits."""
-        return list_bytes(self.threads) + self.tiles * TOKENS * self.threads * ITEMSIZE[self.dtype]
+        return list_bytes(self.threads, self.lists) + self.tiles * TOKENS * self.threads * ITEMSIZE[self.dtype]
 
 
 def most_blocks(device: Device) -> int:
@@ -103,14 +128,14 @@ def slice_of(cols: int, cluster: int) -> int:
     return -(-cols // (8 * cluster)) * 8
 
 
-def _capacity(threads: int) -> int:
+def _capacity(threads: int, lists: Lists) -> int:
     """Sort keys of a list; candidates.cuh says why."""
-    return _FEW + 2 * threads * TOKENS
+    return lists.few + 2 * threads * TOKENS
 
 
-def _most_sorted(threads: int) -> int:
+def _most_sorted(threads: int, lists: Lists) -> int:
     """Keys that a list has room to sort: the sort fills it up to a power of two."""
-    return 1 << _capacity(threads).bit_length() - 1
+    return 1 << _capacity(threads, lists).bit_length() - 1
 
 
 def declared_bytes(cluster: int) -> int:
@@ -118,21 +143,27 @@ def declared_bytes(cluster: int) -> int:
     return 5632 + 2240 * cluster
 
 
-def list_bytes(threads: int) -> int:
+def list_bytes(threads: int, lists: Lists = LONG) -> int:
     """Shared memory for the lists of sort keys, and for counts of scores."""
-    return 8 * (_capacity(threads) + _MOST_RIVALS + _MOST_ABOVE) + 4 * _SPREAD
+    return 8 * (_capacity(threads, lists) + lists.rivals + lists.above) + 4 * _SPREAD
 
 
-def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) -> Shape | None:
+def shape_of(
+    rows: int, cols: int, dtype: str, aligned: bool, device: Device, listed: int | None = None
+) -> Shape | None:
     """The kernel of a call, so that all multiprocessors are busy most of the time; None without enough shared memory.
 
     Args:
         rows, cols: Of the logits.
         dtype, aligned: As for `Shape`.
         device: Where the kernel is to run.
+        listed: As Parameters.listed.
     """
     most = most_blocks(device)
-    threads = next((n for n in _THREADS if list_bytes(n) + declared_bytes(most) <= device.shared_memory), None)
+    # Two rows of each multiprocessor have the room of long lists.
+    short = listed is not None and listed <= SHORT.most and rows > 2 * device.multiprocessors
+    lists, sizes = (SHORT, _THREADS_WITH_SHORT_LISTS) if short else (LONG, _THREADS)
+    threads = next((n for n in sizes if list_bytes(n, lists) + declared_bytes(most) <= device.shared_memory), None)
     if threads is None:
         return None
     best, resident, least = None, 1, math.inf
@@ -141,7 +172,7 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
         if cluster > most or (cluster == 16 and max(2 * rows, 8) * cluster > device.multiprocessors):
             break
         # The system takes 1 KB of shared memory for each block.
-        together = (device.shared_memory + 1024) // (list_bytes(threads) + declared_bytes(cluster) + 1024)
+        together = (device.shared_memory + 1024) // (list_bytes(threads, lists) + declared_bytes(cluster) + 1024)
         blocks = min(RESIDENT_THREADS // threads, together)
         # An H100 has places for 264 blocks, but only 62 clusters of 4: each lies in a part of the device.
         places = int(blocks * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
@@ -152,21 +183,22 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, device: Device) ->
     if best is None:
         return None
     if rows * best > device.multiprocessors:
-        return Shape(dtype, best, threads, resident, aligned, 0)
+        return Shape(dtype, best, threads, resident, aligned, 0, lists)
     # A block that has a multiprocessor to itself takes more registers, and the rest of its shared memory.
     tiles = -(-slice_of(cols, best) // (TOKENS * threads))
-    held = Shape(dtype, best, threads, 1, aligned, tiles)
+    held = Shape(dtype, best, threads, 1, aligned, tiles, lists)
     fits = aligned and held.dynamic_bytes + declared_bytes(best) <= device.shared_memory
     return held if fits else held._replace(tiles=0)
 
 
 def prologue(shape: Shape) -> str:
     """Types and constants of a kernel."""
+    lists = shape.lists
     numbers = {
         "THREADS": shape.threads, "CLUSTER": shape.cluster, "RESIDENT": shape.resident, "ALIGNED": shape.aligned,
-        "HELD": shape.tiles > 0, "MOST_CANDIDATES": MOST_TOP, "FEW": _FEW, "CAPACITY": _capacity(shape.threads),
-        "MOST_SORTED": _most_sorted(shape.threads),
-        "SPREAD": _SPREAD, "MOST_ABOVE": _MOST_ABOVE, "MOST_RIVALS": _MOST_RIVALS,
+        "HELD": shape.tiles > 0, "MOST_CANDIDATES": lists.most, "FEW": lists.few,
+        "CAPACITY": _capacity(shape.threads, lists), "MOST_SORTED": _most_sorted(shape.threads, lists),
+        "SPREAD": _SPREAD, "MOST_ABOVE": lists.above, "MOST_RIVALS": lists.rivals,
     }  # fmt: skip
     return constants_of(shape.dtype, numbers)
 

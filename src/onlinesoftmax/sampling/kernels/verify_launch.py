@@ -16,6 +16,7 @@ from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.prepare import allocator
 from ..results import Verified
+from ..rules import Parameters
 from .sample_launch import WORD_OF, Launch, launcher
 from .source import slice_of
 from .unfiltered_launch import is_aligned
@@ -26,7 +27,7 @@ Tensor = torch.Tensor
 Run = Callable[[Tensor, Tensor, Tensor | None, Any, Any, Any, tuple[Any, Any, Any]], Verified]
 
 
-def bind(models: list[Tensor], rows: tuple[int, ...], n: int, first: bool) -> Run | None:
+def bind(models: list[Tensor], rows: tuple[int, ...], n: int, parameters: Parameters) -> Run | None:
     """The function run(target, drafts, draft, temperature, seed, offset, filters) of `verify`; None if no kernel does.
 
     Its tensors lie as those here.  The drafts are int64 and contiguous; what follows them is as for the function of
@@ -37,11 +38,11 @@ def bind(models: list[Tensor], rows: tuple[int, ...], n: int, first: bool) -> Ru
             are any, (rows * n, tokens), in the same dtype.
         rows: Shape of the rows.
         n: Number of drafts of a row.
-        first: As in Parameters.
+        parameters: As for `bind` in sample_launch.py.
     """
     # Without drafts, those of the draft model are empty.
     models = models[: 1 + (n > 0)]
-    launches = [launcher(x, first, False, 1, each) for x, each in zip(models, (n + 1, n), strict=False)]
+    launches = [launcher(x, parameters, False, 1, each) for x, each in zip(models, (n + 1, n), strict=False)]
     target = models[0]
     index, dtype, cols = target.get_device(), str(target.dtype).removeprefix("torch."), target.shape[1]
     if None in launches:
