@@ -110,6 +110,12 @@ class ScoreOptions(NamedTuple):
         """The options with ARRAY replaced by these arrays, one for each name in `self.arrays`."""
         return self._replace(**dict(zip(self.arrays, arrays, strict=True)))
 
+    def mapped(self, function: Callable[[str, Array], Array]) -> ScoreOptions:
+        """The options with function(name, array) in the place of each array."""
+        names = (option.name for option in SCORE_OPTIONS.values() if option.tensor)
+        arrays = {name: t for name in names if hasattr(t := getattr(self, name), "dtype")}
+        return self._replace(**{name: function(name, t) for name, t in arrays.items()})
+
     def of(self, names: tuple[str, ...]) -> ScoreOptions:
         """Only the options of these names; the others are at their defaults.  `zero` is kept."""
         return ScoreOptions(**{name: getattr(self, name) for name in names}, zero=self.zero)

@@ -170,8 +170,7 @@ class MeshLayout(NamedTuple):
         """The score options of the local part; `causal` becomes a mask if the queries or the keys are sharded."""
         if options is None:
             return None
-        tensors = {name: self.operand(name, getattr(options, name)) for name in ("scale", "bias", "mask")}
-        options = options._replace(**tensors)
+        options = options.mapped(self.operand)
         if not options.causal or not self._shards_causal_dimensions():
             return options
         seen = self._causal(device)

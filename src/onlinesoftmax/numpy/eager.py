@@ -106,8 +106,7 @@ def float64_scores(x: Array, element_index: Any, options: ScoreOptions | None) -
     wide = x[element_index].astype(np.float64)
     if options is None:
         return wide
-    arrays = {name: part(getattr(options, name), x, element_index) for name in ("scale", "mask")}
-    return scores_of(wide, options._replace(**arrays))
+    return scores_of(wide, options.mapped(lambda _, t: part(t, x, element_index)))
 
 
 def part(t: Any, x: Array, element_index: Any) -> Any:

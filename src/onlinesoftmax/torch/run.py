@@ -268,11 +268,7 @@ def _over_dims(call: Call) -> torch.Tensor:
         # A batch of images whose channels are neighbours is joined without a copy in this order.
         dims.sort(key=lambda dim: -x.stride(dim))
     if options is not None:
-        tensors: dict[str, Any] = {
-            name: eager.joined(_whole_along(t, x, dims), dims, at)
-            for name in ("scale", "bias", "mask") if isinstance(t := getattr(options, name), torch.Tensor)
-        }  # fmt: skip
-        options = options._replace(**tensors)
+        options = options.mapped(lambda _, t: eager.joined(_whole_along(t, x, dims), dims, at))
     if out is not None and _wants_derivatives(x, options):
         _refuse_out(operation)
     to = None if out is None else _joined_out(call, dims, at)
