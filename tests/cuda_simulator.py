@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cuda_clusters import CLUSTERS, SEEN
 from cuda_machine import BUILT_IN, DECLARATIONS, NUMBERS, load_kernel
-from onlinesoftmax.kernels.cuda import merge, messages, multiply, params, reduction, source
+from onlinesoftmax.kernels.cuda import merge, messages, params, reduction, source
 from onlinesoftmax.kernels.cuda.arguments import OwnKernel
 from onlinesoftmax.kernels.reduction import Reduction
 from onlinesoftmax.kernels.request import Request
@@ -318,6 +318,9 @@ def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) 
 
 def launch_multiply(dtypes: tuple[str, str, str], parameter: int, blocks: int, folder: Path) -> None:
     """Run the kernel of a product on the host with the parameter at an address; dtypes as for multiply.source."""
+    # It imports torch, which takes long, most of all under ThreadSanitizer.
+    from onlinesoftmax.kernels.cuda import multiply
+
     kernel = multiply.source(*dtypes).removeprefix(source.text("numeric/numbers.cuh"))
     load_kernel(_program([kernel], "Product", multiply.NAME), folder).run(ctypes.c_void_p(parameter), blocks, 1, 1)
 
