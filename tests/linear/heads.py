@@ -90,7 +90,7 @@ PLANS_OF = {
     "none": ("stored", "columns"),
     "smoothed": ("stored", "tokens"),
     "logprobs": ("stored", "columns"),
-    "loss": ("stored", "tokens"),
+    "loss": ("stored", "tokens", "columns"),
 }
 PROBLEM_OF: dict[str, tuple[str, bool, bool]] = {
     "mean": ("linear_cross_entropy", False, False),

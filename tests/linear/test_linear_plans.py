@@ -125,6 +125,16 @@ def test_a_gradient_waits_for_log_probabilities_and_for_losses_of_tokens() -> No
         assert problem_of(function, sizes, dtype, wanted, each).waits == waits
 
 
+def test_a_loss_of_tokens_has_no_columns_where_its_gradient_is_a_sum() -> None:
+    """Of float16, or over processes; elsewhere the logits of its columns stay as those of a mean do."""
+    name, sizes, wanted = "linear_token_loss", (8192, 4096, 128256), (True, True, False)
+    plan = plans.plan_of(problem_of(name, sizes, "bfloat16", wanted), 200_000_000)
+    assert plan == plans.plan_of(PROBLEM, 200_000_000)
+    assert (plan.name, plan.apart) == ("columns", 63488)
+    for how in ({"dtype": "float16"}, {"dtype": "bfloat16", "travels": True}):
+        assert problem_of(name, sizes, wanted=wanted, **how).cuts == ("tokens",)  # type: ignore[arg-type]
+
+
 def test_no_plan_fits() -> None:
     for cuts, least in ((("tokens", "columns"), "one token with"), (("columns",), "256 columns of all tokens")):
         with pytest.raises(ValueError, match=f"memory is 100 bytes, and {least}"):

@@ -4,8 +4,8 @@
     linear_token_logprobs    log-probability of each target, entropy and logsumexp of each token, with all gradients
     linear_token_loss        any loss of these three numbers of each token, with its gradients in the forward pass
 
-plans.py says how the logits are cut, products.py multiplies, rows.py computes what one chunk of logits gives; tokens.py
-and columns.py are the ways of a call, and operators.py those of a traced call.
+plans.py says how the logits of a problem (problem.py) are cut, products.py multiplies, rows.py computes what one chunk
+of logits gives; tokens.py and columns.py are the ways of a call, and operators.py those of a traced call.
 """
 
 from __future__ import annotations
@@ -139,10 +139,11 @@ def linear_token_loss(
 ) -> Tensor:  # fmt: skip
     """A loss of the log-probability, entropy and logsumexp of each token, with its gradients in the forward pass.
 
-    The loss and its derivative are evaluated on the vectors of each chunk of tokens.  So a loss such as PPO's or GRPO's
-    costs three products, where `linear_token_logprobs` without stored logits costs four.  A graph of torch.compile has
-    the operations of the loss once for each chunk.  A graph for any number of tokens, or of more than 16 chunks, has
-    the loss of `linear_token_logprobs` instead.
+    The loss and its derivative are evaluated on the vectors of each chunk of tokens, or of all tokens where `memory` is
+    too small for such chunks.  So a loss such as PPO's or GRPO's costs three products, or up to four with less memory,
+    where `linear_token_logprobs` without stored logits costs four.  A graph of torch.compile has the operations of the
+    loss once for each chunk.  A graph for any number of tokens, or of more than 16 chunks, has the loss of
+    `linear_token_logprobs` instead.
 
     Args:
         input, linear_weight, target, linear_bias, scale, softcap, memory, acc_dtype: As for `linear_cross_entropy`,

@@ -128,7 +128,7 @@ STATISTICS = "token_logprobs"
 FUNCTIONS = {
     "linear_cross_entropy": Function("cross_entropy", False, ("tokens", "columns"), ("mean", "sum", "none")),
     "linear_token_logprobs": Function(None, True, ("columns",), ()),
-    "linear_token_loss": Function(None, False, ("tokens",), ("mean", "sum")),
+    "linear_token_loss": Function(None, False, ("tokens", "columns"), ("mean", "sum")),
 }
 """The functions by name."""
 
@@ -156,6 +156,9 @@ def problem_of(
     """
     declared, recorded = FUNCTIONS[function], any(wanted)
     waits = recorded and (declared.waits or each)
+    # Chunks of columns have no float32 sum in which the gradient of a float16 weight waits for the divisor of a mean.
+    at_once = declared.loss is None and not declared.waits
+    whole_rows = whole_rows or (at_once and (travels or dtype == "float16"))
     cuts = ("tokens",) if whole_rows else declared.cuts
     return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place, travels)
 

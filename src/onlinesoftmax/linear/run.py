@@ -53,7 +53,7 @@ from .formulas import (
     with_divisor,
 )
 from .sharing import Sharing
-from .tokens import KnownFactor, LaterFactor, Rows, Work
+from .tokens import Compute, KnownFactor, LaterFactor, Rows, Work
 from .tokens import run as run_tokens
 
 Tensor = torch.Tensor
@@ -219,19 +219,10 @@ def token_loss(
         known = rows.statistics(z, local, of_tokens)
         if sharing is not None:
             known = sharing.merged(known, of_target[part])
-        known = known._replace(logprob=known.logprob.clamp(max=0.0).masked_fill(ignored[part], 0.0))
-        leaves = [t.detach().to(counts.dtype).requires_grad_(dy is not None) for t in known if t is not None]
-        with torch.set_grad_enabled(dy is not None):
-            y = loss(*leaves, *[t[part] for t in beside])
-        losses = checked_losses(name, y, *leaves).detach().masked_fill(ignored[part], 0.0).to(factor.dtype)
+        losses, dys = _evaluated(loss, known, [t[part] for t in beside], ignored[part], dy)
         if dy is None:
             return (losses,), None
-        found: Any = [None, None, None]
-        if y.requires_grad:
-            found = torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)
-        # A token that is ignored has no gradient, whatever the loss makes of it.
-        zeros = torch.zeros_like(known.logprob)
-        dlogprob, dentropy, dlse = (None if g is None else g.masked_fill(ignored[part], 0.0) for g in found)
+        zeros, (dlogprob, dentropy, dlse) = torch.zeros_like(known.logprob), dys
         classes = z.shape[1] if sharing is None else sharing.total
         dlogprob = zeros if dlogprob is None else dlogprob.where(is_class(of_target[part], classes), 0.0)
         dlse = zeros if dlse is None else dlse
@@ -239,10 +230,36 @@ def token_loss(
         dlse = torch.where(local < 0, dlse - dlogprob, dlse)
         return (losses,), rows.gradient(z, local, dlse, rows.incoming(known, dlogprob, dentropy), of_tokens)
 
-    compute = partial(run_tokens, Work(plan, of_chunk, ignored, sharing, sum_dtype))
+    def of_all(known: rows.Statistics, dy: Tensor | None) -> Any:
+        return _evaluated(loss, known, beside, ignored, dy)
+
+    compute: Compute = partial(run_tokens, Work(plan, of_chunk, ignored, sharing, sum_dtype))
+    if plan.name == "columns":
+        compute = partial(run_columns, Way(plan, options), of_target, of_all)
     total = KnownFactor.apply(head.input, head.weight, head.bias, factor, compute, records(head))[0]
     total = divided(whole(total), divisor)
     return total if count is None else total.masked_fill(count == 0, torch.nan)
+
+
+def _evaluated(
+    loss: Callable[..., Any], known: rows.Statistics, beside: list[Tensor], ignored: Tensor, dy: Tensor | None
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """The losses of some tokens, and with dy the gradients of the sum of dy · loss in logprob, entropy and lse.
+
+    An ignored token has no loss and no gradient, whatever the function makes of it.
+    """
+    wide = known.logprob.dtype
+    known = known._replace(logprob=known.logprob.clamp(max=0.0).masked_fill(ignored, 0.0))
+    leaves = [t.detach().to(wide).requires_grad_(dy is not None) for t in known if t is not None]
+    with torch.set_grad_enabled(dy is not None):
+        y = loss(*leaves, *beside)
+    losses = checked_losses("linear_token_loss", y, *leaves).detach().masked_fill(ignored, 0.0).to(wide)
+    if dy is None:
+        return losses, ()
+    found: Any = [None, None, None]
+    if y.requires_grad:
+        found = torch.autograd.grad(y, leaves, dy.to(y.dtype), allow_unused=True)
+    return losses, tuple(None if g is None else g.masked_fill(ignored, 0.0) for g in found)
 
 
 def _itself(t: Tensor) -> Tensor:

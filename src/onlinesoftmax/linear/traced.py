@@ -91,7 +91,8 @@ def _plan_in_graph(head: Head, bounds: Bounds, wide: torch.dtype) -> LinearPlan 
     (tokens, hidden), classes, (memory, sum_dtype) = head.input.shape, len(head.weight), bounds
     if not all(map(has_static_value, (tokens, hidden, classes))) or not tokens:
         return None
-    plan = plan_for("linear_token_loss", head, memory, in_place=sum_dtype.itemsize < wide.itemsize)
+    in_place = sum_dtype.itemsize < wide.itemsize
+    plan = plan_for("linear_token_loss", head, memory, whole_rows=True, in_place=in_place)
     return plan if plan.chunks <= MOST_CHUNKS else None
 
 
