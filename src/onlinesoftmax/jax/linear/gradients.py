@@ -19,6 +19,9 @@ from ..signature import Values
 from .call import GRADIENTS, HeadCall, plan_of_statistics
 from .head import bind
 
+STATISTICS = ("y", "m", "l", "entropy")
+"""Results of each token from which its log-probability, entropy and lse are made."""
+
 Inputs = tuple[Array, Array, Array | None]
 """Input, weight and bias."""
 
@@ -106,8 +109,8 @@ later_factor.defvjp(_later_forward, _later_backward, symbolic_zeros=True)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def log_probabilities(call: HeadCall, inputs: Inputs, rest: Values) -> tuple[Array, Array, Array]:
-    """(log-probability, entropy, lse) of each token, each with derivatives."""
-    return _results(bind(call, _arrays(inputs, rest)))
+    """(log-probability, entropy, lse) of each token, each with derivatives; the call's own outputs are not read."""
+    return _results(bind(call, _arrays(inputs, rest), STATISTICS, "statistics"))
 
 
 def _results(found: Values) -> tuple[Array, Array, Array]:
@@ -118,7 +121,7 @@ def _statistics_forward(call: HeadCall, inputs: Any, rest: Any) -> Any:
     inputs, rest, wanted = _opened(inputs, rest)
     arrays = _arrays(inputs, rest)
     plan = plan_of_statistics(call, arrays, wanted)
-    found = bind(call, arrays, (*call.outputs, "z") if plan.keeps else call.outputs)
+    found = bind(call, arrays, (*STATISTICS, "z") if plan.keeps else STATISTICS, "statistics")
     rest.update({name: found[name] for name in ("m", "l", "entropy", "z") if name in found})
     return _results(found), (inputs, rest, dict.fromkeys(wanted))
 

@@ -52,7 +52,9 @@ def cross_entropy(
     name, (reduction, ignore_index, smoothing, z_loss) = "linear_cross_entropy", numbers
     head = checked_head(name, arrays, options, True, how[2])
     reduction = checked_reduction(name, reduction, "none", "mean", "sum")
-    call = _call(name, head, how, checked_numbers(name, smoothing, z_loss))
+    check_flags(name, return_stats=return_stats)
+    statistics = rows.STATISTICS if return_stats else ()
+    call = _call(name, head, how, checked_numbers(name, smoothing, z_loss), ("loss", *statistics))
     counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
     class_weight, token_weight = weights
     if class_weight is not None:
@@ -60,7 +62,6 @@ def cross_entropy(
         class_weight = class_weight.astype(accumulator(head.x))
     if token_weight is not None:
         token_weight = checked_constant(name, "token_weight", token_weight, head.x.shape[:-1])
-    check_flags(name, return_stats=return_stats)
     dtype = head.x.dtype if dtype is None else checked_dtype(name, "dtype", dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"{name}: dtype must be floating point, got {dtype}")
@@ -75,13 +76,11 @@ def cross_entropy(
         y = _loss_of(log_probabilities(call, _inputs(head), _of_column(head)), counts, call.number("z_loss"))
         y = y * factor if reduction == "none" else jnp.sum(y * factor)
         y = _divided(y, divisor)
+    elif reduction == "none":
+        found = later_factor(call, _inputs(head), rest)
+        y = jnp.where(factor == 0, 0, found["loss"] * factor)
     else:
-        call = call._replace(kind="losses", outputs=("loss", *(rows.STATISTICS if return_stats else ())))
-        if reduction == "none":
-            found = later_factor(call, _inputs(head), rest)
-            y = jnp.where(factor == 0, 0, found["loss"] * factor)
-        else:
-            y, found = _total(call, head, factor, divisor, rest)
+        y, found = _total(call, head, factor, divisor, rest)
     y = y.astype(dtype)
     return (y, _statistics(head, counts, call.number("z_loss"), found)) if return_stats else y
 
@@ -110,7 +109,6 @@ def token_loss(
         raise TypeError(f"{name}: loss must be a function, not {type(loss).__name__}")
     check_loss(name, loss, len(per_token))
     reduction = checked_reduction(name, reduction, "mean", "sum")
-    call = _call(name, head, how)
     counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
     shape, wide = head.x.shape[:-1], accumulator(head.x)
     beside = {
@@ -122,18 +120,21 @@ def token_loss(
     if not isinstance(result, jax.ShapeDtypeStruct) or result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(f"{name}: loss must return one floating-point number for each token, got {result}")
     constants = {f"{CONSTANT}{i}": _closed_over(name, t) for i, t in enumerate(traced.consts)}
+    call = _call(name, head, how, loss=traced.jaxpr)
     divisor = _divisor(head, counts, None, call)[0] if reduction == "mean" else None
-    call = call._replace(kind="losses", outputs=("loss",), loss=traced.jaxpr)
     rest = {**_of_column(head), **beside, **constants}
     return _total(call, head, _factor(head, counts, None), divisor, rest)[0]
 
 
-def _call(name: str, head: Head, how: tuple[Any, Any, Any], numbers: Any = ()) -> HeadCall:
-    """A call of statistics."""
+def _call(
+    name: str, head: Head, how: tuple[Any, Any, Any], numbers: Any = (), outputs: tuple[str, ...] = ("loss",),
+    loss: Any = None,
+) -> HeadCall:  # fmt: skip
+    """A call of losses; `log_probabilities` takes its head alone."""
     summed = () if array_types.checks_varying() else head.names
     return HeadCall(
-        "statistics", ("y", "m", "l", "entropy"), head.options, numbers,
-        checked_memory(name, how[0]), head.names, summed, dtype=head.x.dtype.name,
+        "losses", outputs, head.options, numbers, checked_memory(name, how[0]), head.names, summed, loss,
+        dtype=head.x.dtype.name,
         acc_dtype=checked_acc_dtype(name, how[1], head.x),
     )  # fmt: skip
 
