@@ -45,7 +45,7 @@ from onlinesoftmax.routing.kernels import gradient, losses
 from onlinesoftmax.routing.kernels import source as routing
 from onlinesoftmax.routing.rules import Rule, checked_rule
 from onlinesoftmax.sampling.kernels import source as sampling
-from onlinesoftmax.sampling.kernels import topk, unfiltered, verify
+from onlinesoftmax.sampling.kernels import support, topk, unfiltered, verify
 from onlinesoftmax.sampling.masses import MASS_BITS
 
 ROWS = {PIPELINE: 8, STREAM: 8}
@@ -77,6 +77,9 @@ REMOVED_BARRIERS = (
 ROUTING = "route", "route by long lists", "route by a network", "gradient of route", "z-loss of route"
 """Kernels of routing."""
 
+SAMPLING = "sample", "unfiltered", "topk", "verify", "support"
+"""Kernels of sampling."""
+
 
 SHARES = {"few": REMOVED_BARRIERS[::4], "rest": [one for i, one in enumerate(REMOVED_BARRIERS) if i % 4]}
 """The barriers that a share of the runs leaves out; those of `few` are of a strategy, of sampling and of routing."""
@@ -90,7 +93,9 @@ def main(folder: Path, share: str) -> None:
     os.environ.pop("LD_PRELOAD", None)
     for i, kernel in enumerate(KERNELS):
         run_kernel(kernel, kernel, folder, ASKS[(i + (share == "few")) % 2])
-    for kernel in ("reduction", "sample", "unfiltered", "topk", "verify", *ROUTING) if share == "few" else ():
+    for kernel in (
+        ("reduction", "sample", "unfiltered", "topk", "verify", "support", *ROUTING) if share == "few" else ()
+    ):
         run_kernel(kernel, kernel, folder)
     text = source.text
     for kernel, file, barrier in SHARES[share]:
@@ -118,6 +123,8 @@ def run_kernel(kernel: str, name: str, folder: Path, ask: Ask = ASKS[0]) -> None
         return list_largest(folder)
     if kernel == "verify":
         return verify_drafts(folder)
+    if kernel == "support":
+        return gather_support(folder)
     if kernel == "route":
         return choose_experts(RULE, folder)
     if kernel == "route by long lists":
@@ -219,6 +226,18 @@ def verify_drafts(folder: Path) -> None:
         verify.KERNEL, verify.Shape("float32", 2, 64, True, True), arrays, numbers, rows, folder
     )
     assert arrays["accepted"].tolist() == [1] * rows
+
+
+def gather_support(folder: Path) -> None:
+    """Run the kernel that gathers the tokens of rows, of which the second keeps more than are wanted."""
+    rows, most = 3, 100
+    ids = np.zeros(rows * most, np.int64)
+    arrays = {
+        "listed": np.tile(np.arange(most)[::-1], rows), "kept": np.array([most, most + 1, 3]), "token_ids": ids,
+        "offsets": np.zeros(rows + 1, np.int64),
+    }  # fmt: skip
+    cuda_simulator.simulate_own(support.KERNEL, support.Shape(64), arrays, (rows, most, most), rows, folder)
+    assert ids.tolist() == [*range(most), 97, 98, 99, *[-1] * (2 * most - 3)]
 
 
 RULE = checked_rule("route", 48, 4, "softmax", "score_first", (4, 2, "top2_sum"), True, 1.0)

@@ -98,10 +98,10 @@ def sample(
         }  # fmt: skip
         return _of_dtensor(logits, dim, {"softcap": softcap, "bias": bias, "mask": mask}, given)
     plain = (
-        generator is None and bias is None and mask is None and softcap is None and return_support is None
-        and type(top_logprobs) is int and type(dim) is int
+        generator is None and bias is None and mask is None and softcap is None
+        and (return_support is None or type(return_support) is int) and type(top_logprobs) is int and type(dim) is int
     )  # fmt: skip
-    filters, others = (top_k, top_p, min_p), ("sample", ties, logprobs, top_logprobs, dim)
+    filters, others = (top_k, top_p, min_p), ("sample", ties, logprobs, top_logprobs, return_support, dim)
     if plain and _PREPARED:
         _, call = _PREPARED[0].look_up_call(logits, temperature, seed, offset, filters, others)
         if call is not None:

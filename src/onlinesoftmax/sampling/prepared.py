@@ -75,19 +75,21 @@ def prepare(
         operands: Its temperature, seed and offset.
         filters: Its arguments top_k, top_p and min_p.
         parameters: Temperature and filters as tensors.
-        arguments: "sample" and its other arguments: ties, logprobs, top_logprobs and dim.
+        arguments: "sample" and its other arguments: ties, logprobs, top_logprobs, return_support and dim.
         raw: As for `sample` in run.py.
     """
-    temperature, seed, offset = operands
+    (temperature, seed, offset), top, most = operands, arguments[3], arguments[4] or 0
     key, _ = look_up_call(logits.x, temperature, seed, offset, filters, arguments)
     rows = _rows_in_place(logits) if key else None
     if rows is None or not _are_of_rows(logits, operands, filters):
         return False
-    from .kernels import sample_launch
+    from .kernels import sample_launch, support_launch
 
-    run = sample_launch.bind(rows, logits.rows, parameters, raw, arguments[3])
+    run = sample_launch.bind(rows, logits.rows, parameters, raw, max(top, most))
     if run is None:
         return False
+    if most:
+        run = support_launch.with_support(run, top, most)
     keep(PREPARED_CALLS, key, _made_ready(run, operands, filters, len(rows)))
     return True
 

@@ -53,9 +53,16 @@ def sample(
         # A kernel may list fewer tokens than the support needs.
         found = _by_kernel(logits, *given, top)
         tokens = None if found is None else largest(logits.scores(), most)
+    by_kernel = found is not None
     found = found or _in_chunks(logits.scores(), *given, listed)
     tops: list[Any] = [found.top_tokens, found.top_logprobs]
-    support = support_of((tops[0] if tokens is None else tokens)[:, :most], found.kept) if most else None
+    support = None
+    if most and by_kernel:
+        from .kernels import support_launch
+
+        support = support_launch.support((tops[0] if tokens is None else tokens).contiguous(), found.kept, most)
+    elif most:
+        support = support_of(tops[0][:, :most], found.kept)
     tops = [t[:, :top] if top else None for t in tops]
     of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in (*found[:5], *tops)]
     return Sampled(*[*of_rows, support])
