@@ -20,34 +20,31 @@ struct Sampling {
     double top_p_number, min_p_number;
     int64 seed_number, offset_number;
 
-    // The place of a row's parameters.
+    // The place of a row's parameters; the others take it, not the row.
     __device__ inline int64 place(int64 row) const { return each == 1 ? row : unsigned(row) / unsigned(each); }
 
-    __device__ inline float temperature_of(int64 row) const {
-        return temperature ? temperature[place(row)] : __int_as_float(int(temperature_bits));
+    __device__ inline float temperature_of(int64 at) const {
+        return temperature ? temperature[at] : __int_as_float(int(temperature_bits));
     }
-    __device__ inline uint64 seed_of(int64 row) const { return seed ? seed[place(row)] : seed_number; }
-    __device__ inline uint64 offset_of(int64 row) const {
-        return (offset ? offset[place(row)] : offset_number) + row - place(row) * each;
-    }
-    __device__ inline int64 top_k_of(int64 row) const { return of_row<int64, int>(top_k, row, 1, top_k_number); }
-    __device__ inline double top_p_of(int64 row) const { return of_row<double, float>(top_p, row, 2, top_p_number); }
-    __device__ inline double min_p_of(int64 row) const { return of_row<double, float>(min_p, row, 4, min_p_number); }
+    __device__ inline int64 top_k_of(int64 at) const { return of_row<int64, int>(top_k, at, 1, top_k_number); }
+    __device__ inline double top_p_of(int64 at) const { return of_row<double, float>(top_p, at, 2, top_p_number); }
+    __device__ inline double min_p_of(int64 at) const { return of_row<double, float>(min_p, at, 4, min_p_number); }
 
     template <class T, class Narrow>
-    __device__ inline T of_row(const void* filter, int64 row, int64 flag, T number) const {
+    __device__ inline T of_row(const void* filter, int64 at, int64 flag, T number) const {
         if (!filter) return number;
-        const int64 at = place(row);
         return narrow & flag ? T(static_cast<const Narrow*>(filter)[at]) : static_cast<const T*>(filter)[at];
     }
 };
 
 // Reads the parameters of a row, checks them, and derives what the row needs.
-__device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
+__device__ inline void prepare(const Sampling& p, int64 number, Row& row) {
+    const int64 at = p.place(number);
     const float temperature = p.temperature_of(at);
     const double top_p = p.top_p_of(at), min_p = p.min_p_of(at);
     const int64 k = p.top_k_of(at);
-    row.seed = p.seed_of(at), row.offset = p.offset_of(at);
+    row.seed = p.seed ? p.seed[at] : p.seed_number;
+    row.offset = (p.offset ? p.offset[at] : p.offset_number) + number - at * p.each;
     row.first = p.first;
     row.valid = temperature >= 0 && temperature < INF && top_p == top_p && min_p == min_p;
     row.greedy = temperature == 0;
@@ -59,7 +56,8 @@ __device__ inline void prepare(const Sampling& p, int64 at, Row& row) {
 }
 
 // Computes the numbers that depend on a division or a logarithm, and so take long, in a warp beside that of `prepare`.
-__device__ inline void prepare_rate(const Sampling& p, int64 at, Row& row) {
+__device__ inline void prepare_rate(const Sampling& p, int64 number, Row& row) {
+    const int64 at = p.place(number);
     const float temperature = p.temperature_of(at);
     const double divisor = temperature > 0 && temperature < INF ? temperature : 1, top_p = p.top_p_of(at);
     row.rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
@@ -67,7 +65,8 @@ __device__ inline void prepare_rate(const Sampling& p, int64 at, Row& row) {
     row.span = float(divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - top_p), 1e-9f)));
 }
 // The least score, minus the largest, that min_p keeps of a row.
-__device__ inline void prepare_least(const Sampling& p, int64 at, Row& row) {
+__device__ inline void prepare_least(const Sampling& p, int64 number, Row& row) {
+    const int64 at = p.place(number);
     const double divisor = p.temperature_of(at), min_p = p.min_p_of(at);
     row.least = divisor == 0 || min_p <= 0 ? -INF : divisor * natural_log(fmin(min_p, 1.0));
 }
