@@ -30,12 +30,12 @@ OPTION_TENSORS = ("scale", "bias", "mask")
 
 def split_tensors(call: Call) -> tuple[Call, dict[str, Tensor]]:
     """The call without its tensors, and its tensors by name, the input first."""
-    options, tensors, numbers = call.options, {"x": call.x}, {}
+    options, tensors, numbers, defaults = call.options, {"x": call.x}, {}, {}
     if options is not None:
         for name in OPTION_TENSORS:
             if isinstance(getattr(options, name), Tensor):
-                tensors[name] = getattr(options, name)
-        options = options.of(tuple([name for name in options.given if name not in tensors]))
+                tensors[name], defaults[name] = getattr(options, name), getattr(PLAIN, name)
+        options = options._replace(**defaults) if defaults else options
     for name, value in call.beside.items():
         if isinstance(value, Tensor):
             tensors[name] = value
