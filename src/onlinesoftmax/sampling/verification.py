@@ -18,7 +18,7 @@ def number_accepted(exists: Array, of_p: Array, of_q: Array, chance: Array) -> A
     """How many drafts stay, (..., 1).
 
     Args:
-        exists: True for a draft that is a token, (..., n); so the others.
+        exists: True for a draft that is a token, (..., n), which is the shape of the other arrays too.
         of_p, of_q: Its probabilities; of_q is 1 for a draft without a distribution, as from greedy decoding.
         chance: A uniform number between 0 and 1.
     """

@@ -72,9 +72,9 @@ __device__ inline Position position_of(const Model& of, int64 at, int64 stride, 
 // A row after its drafts have been decided, in shared memory.
 struct Decision {
     RowParameters row;
-    Position p, q;       // at the first position whose draft does not stay; q unless DRAFT is missing
+    Position p, q;       // at the first position whose draft does not stay; q only with DRAFT
     int64 accepted;
-    unsigned rejected;   // the draft there
+    unsigned rejected;   // the draft at that position
     bool corrects;       // it is replaced by a token of max(p - q, 0)
     unsigned bound;      // the word of a number below the largest sum of log(p - q) and noise, in base 2; 0 for none
 };
