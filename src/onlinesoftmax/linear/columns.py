@@ -46,7 +46,7 @@ class Way(NamedTuple):
 
 
 AT_ONCE = 16
-"""Chunks whose statistics, and whose targets, the same operations compute: few launches, and little memory."""
+"""Number of chunks whose targets are found, and whose statistics are merged, by one set of launches."""
 
 
 def _merged(found: list[Read], inside: list[Tensor]) -> Statistics:
@@ -235,11 +235,11 @@ def products_of(
     wide, classes = accumulator_of(x.dtype, x.dtype), len(weight)
     one_product = plan.chunks == 1 and sharing is None
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device) if of_input and sharing is None else None
-    apart = result is not None and not one_product and wide != x.dtype
-    dx = torch.empty(x.shape, dtype=wide, device=x.device) if of_input and (apart or result is None) else result
-    # Until the last product of the weight's gradient, the result's memory can hold the input without NaN, unless the
-    # sum is there already.  Whether any token is skipped is known on the GPU alone, so the input is always copied.
-    valid = zeroed(x, skipped, result if one_product or apart else None) if of_weight else x
+    sums_apart = result is not None and not one_product and wide != x.dtype
+    dx = torch.empty(x.shape, dtype=wide, device=x.device) if of_input and (sums_apart or result is None) else result
+    # The input without NaN: the input's gradient lends its memory until the last product of the weight's, unless it has
+    # the sum.  Only the GPU knows whether a token is skipped, so the input is always copied.
+    valid = zeroed(x, skipped, result if one_product or sums_apart else None) if of_weight else x
     if of_weight and dw is None:
         dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
     db = torch.empty(classes, dtype=wide, device=x.device) if of_bias else None

@@ -4,15 +4,15 @@
     tokens    the logits of a chunk of tokens; the gradient of the weight is added up in float32
     columns   a chunk of columns for all tokens; each slice of the gradient of the weight is complete, and rounded once
 
-A product is one of input × weight, gradient × weight and gradient × input.  `columns`, and losses whose gradient has to
-wait, make the logits again for the backward pass, which is one product more.
+A product is one of input × weight, gradient × weight and gradient × input.  `columns` makes the logits again for its
+second sweep, which is one product more.  So does a loss of each token that needs whole rows, in its backward pass.
 
 Until the gradient of the weight is written, logits may lie in its memory: the last columns of a first chunk of tokens,
 which may be all tokens, or the first chunks of columns, which are then not made again.
 
-Each chunk of tokens reads and writes the float32 sum, 8 bytes an element of the weight.  No product writes its last
-state in 16 bits: PyTorch's addmm refuses a float32 sum with a result of 16 bits (`_addmm_dtype_out_cuda` of 2.13), and
-cublasGemmEx adds to the tensor that it writes.
+Each chunk of tokens reads and writes the float32 sum, 8 bytes an element of the weight.  The last product cannot write
+the finished sum in 16 bits, so a conversion follows: PyTorch's addmm refuses a float32 sum with a result of 16 bits
+(`_addmm_dtype_out_cuda` of 2.13), and cublasGemmEx adds to the tensor that it writes.
 """
 
 from __future__ import annotations
@@ -31,12 +31,15 @@ CHUNK_BYTES = 1_100_000_000
 COLUMN_BYTES = 256 << 20
 """Bytes of the logits of a chunk of columns.
 
-With what the L2 cache of an H100 keeps, 32 MB, products were small and launches many: 1.5 times the time of four
-products, for 8192 tokens, 4096 hidden and 128256 classes.
+Chunks of 32 MB, which stay in the L2 cache of an H100, were slower, because their products are small and their launches
+many: 1.5 times the time of four products, for 8192 tokens, 4096 hidden and 128256 classes.
 """
 
 FEWEST_COLUMNS = 256
-"""Fewest columns of a chunk: with fewer, a product does not fill a GPU."""
+"""The number of chunks is that which chunks of at least so many columns give; evened out, a chunk can be smaller.
+
+With fewer, a product does not fill a GPU.
+"""
 
 TOKEN_TILE, COLUMN_TILE = 128, 64
 """Tokens and columns of a tile of a product."""
@@ -45,11 +48,11 @@ FEWEST_TOKENS = 1024
 """Fewest tokens of a chunk with a float32 sum of 16-bit products; with fewer, columns are faster.
 
 By bytes and operations, such chunks add 0.24 of three products on an H200 and 0.34 on an H100.  Columns that make all
-logits again take 0.33 more, and read the logits once more.
+logits again take 0.33 more, and read the logits once more.  Where they make fewer again, `_fewest_tokens` returns more.
 """
 
 READ_AGAIN = 0.15
-"""Part of a product that columns take for the second read of the logits and the sums of the input's gradient."""
+"""Least cost of columns, in products: the second read of the logits, and the sums of the input's gradient."""
 
 
 class LinearPlan(NamedTuple):
@@ -99,7 +102,7 @@ class LinearPlan(NamedTuple):
 
     def told(self, tokens: int, classes: int, dtype: str) -> str:
         """The plan with the number of classes, for the log and for reports; and the bytes of logits that all exist."""
-        stored = self.name == "stored" and isinstance(tokens, int)  # a trace may have a symbol
+        stored = self.name == "stored" and isinstance(tokens, int)  # under torch.compile, tokens may be a symbol
         held = f"; all logits at once, {size(tokens * row_bytes(classes, ITEMSIZE[dtype]))}" if stored else ""
         return f"{self} with {classes} classes{held}"
 
@@ -110,12 +113,12 @@ def in_words(products: float) -> str:
 
 
 class Candidate(NamedTuple):
-    """A plan that was not chosen.
+    """A plan that a call could take, or the reason why it cannot.
 
     Attributes:
         name: Its name.
         plan: The plan; None where the call has none of this name.
-        reason: One sentence: why it was not chosen.
+        reason: One sentence: why it was not chosen; empty for one that can run.
     """
 
     name: Name
@@ -161,7 +164,7 @@ def _slower(problem: LinearProblem, other: Candidate, chosen: Candidate, fewest:
             f"the logits would be made again, which is {in_words(again)} more" if again else "it reads the logits twice"
         )
     if problem.waits:
-        return "the logits would be made again, and the gradient of the weight added up in float32"
+        return "columns make the logits again as well, but do not add up the gradient of the weight over chunks"
     return f"with fewer than {fewest} tokens in a chunk, adding up takes longer than columns do"
 
 
@@ -181,8 +184,9 @@ def _fewest_tokens(problem: LinearProblem, columns: LinearPlan | None) -> int:
 def _room(problem: LinearProblem, memory: int | None, summed: bool) -> int:
     """Most bytes of logits, with or without a float32 sum of the weight's gradient beside them.
 
-    The usual memory beyond the gradients is CHUNK_BYTES and one such sum.  Without the sum, logits may take its place;
-    with it, the place of the result, which does not exist yet.  Logits that are kept get no more than CHUNK_BYTES.
+    By default, a call may take CHUNK_BYTES and one float32 sum beyond its gradients.  Without that sum, its bytes are
+    free for logits; with it, those of the 16-bit gradient are, which is made when the logits are gone.  Logits that are
+    kept for the backward pass get CHUNK_BYTES alone.
     """
     if memory is not None:
         return memory - problem.weight_sum_bytes * summed
@@ -262,14 +266,14 @@ def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
     of_row = row_bytes(problem.classes, problem.itemsize)
     token_bytes = max(of_row + problem.copied_bytes + problem.travel_bytes, 1)
     fits = _room(problem, memory, True) // token_bytes
-    if fits < 1:
+    if fits < 1 and memory is not None:
         beside = " with the gradient of the weight" if problem.weight_sum_bytes else ""
         needed = token_bytes + problem.weight_sum_bytes
         return Candidate("tokens", None, f"memory is {memory} bytes, and one token{beside} takes {needed}")
     if tokens == 1:
         return Candidate("tokens", None, "one token is no more than a chunk")
     # One chunk would be the plan `stored`.
-    fits = min(fits, tokens - 1)
+    fits = max(min(fits, tokens - 1), 1)
     most = max(fits // TOKEN_TILE * TOKEN_TILE or fits, 1)
     chunk, first, apart = _chunk_of_tokens(problem, _room(problem, memory, True), most)
     needed = max(chunk * token_bytes, first * ((problem.classes - apart) * problem.itemsize + _beside_two(problem)))
@@ -299,9 +303,9 @@ def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
     if "columns" not in problem.cuts:
         return Candidate("columns", None, "the result of a token needs the whole row of its logits")
     column_bytes = max(problem.tokens * problem.itemsize, 1)
-    # Where the gradient of the input is the sum itself, it holds the sum from the first chunk on.
-    lends = problem.itemsize < 4 and not problem.travels and problem.of_input
-    copied = problem.hidden * problem.itemsize * (problem.of_weight and not lends)
+    # With a float32 sum beside it, the gradient of the input can hold the copy of the input until it is rounded.
+    holds_copy = problem.itemsize < 4 and not problem.travels and problem.of_input
+    copied = problem.hidden * problem.itemsize * (problem.of_weight and not holds_copy)
     beside = problem.input_sum_bytes + problem.tokens * copied
     most = COLUMN_BYTES if memory is None else min(COLUMN_BYTES, memory - beside)
     chunk, held = _columns_of(problem, most // column_bytes)

@@ -7,7 +7,7 @@ struct Kept { uint64 key; double least; };
 struct Row {
     float m, rate, span;     // the largest score; the rate of the masses; the distance behind which they do not count
     double divisor, top_p;   // the temperature, 1 for a greedy row; the mass to keep
-    double least;            // the score less the largest that min_p wants
+    double least;            // the least difference to the largest score that min_p keeps
     int64 k;                 // the number of tokens that top_k keeps; 0 for all
     uint64 seed, offset;
     int wanted;              // how many of the largest keys the lists must have

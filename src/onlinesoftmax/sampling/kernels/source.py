@@ -26,11 +26,11 @@ FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)
 """Files of the kernel, in the order of inclusion."""
 
 TOKENS = 8
-"""Tokens that a thread reads at once."""
+"""Tokens that a thread reads at once; half as many float32 tokens of a slice that shared memory holds."""
 
 MOST_TOP = 1024
-"""Most tokens that a list may have to hold: more than top_k takes passes over the row, and more of the largest
-log-probabilities take PyTorch's operations."""
+"""Most tokens that a list may have to hold.  A larger top_k takes more passes over the row, and more top_logprobs take
+PyTorch's operations."""
 
 _THREADS = 512, 256
 """Threads of a block; fewer where the lists of more would not fit in shared memory."""
@@ -100,7 +100,7 @@ class Shape(NamedTuple):
         threads: Threads of a block.
         resident: Blocks of a multiprocessor that its registers suffice for.
         aligned: True where every row begins on 16 bytes.
-        tiles: Tiles of the longest slice, if shared memory holds them; 0 otherwise.
+        tiles: Room for the longest slice in shared memory, in TOKENS of each thread; 0 without it.
         lists: Room of the lists.
     """
 
@@ -160,7 +160,7 @@ def shape_of(
         listed: As Parameters.listed.
     """
     most = most_blocks(device)
-    # Two rows of each multiprocessor have the room of long lists.
+    # Two rows of each multiprocessor fit with long lists, so short ones would gain nothing.
     short = listed is not None and listed <= SHORT.most and rows > 2 * device.multiprocessors
     lists, sizes = (SHORT, _THREADS_WITH_SHORT_LISTS) if short else (LONG, _THREADS)
     threads = next((n for n in sizes if list_bytes(n, lists) + declared_bytes(most) <= device.shared_memory), None)

@@ -3,12 +3,12 @@
 // One block:  owns a row.
 // Chosen:     for return_support, after sample.cuh has listed the largest tokens of each row.
 // Bytes:      the listed tokens and the support; each block reads how many tokens all rows keep, from the L2 cache.
-// Limits:     rows that keep at most ROOM tokens; few rows, because of these numbers (MOST_ROWS in support.py).
+// Limits:     `most` up to ROOM; MOST_ROWS rows (support.py), because each block reads `kept` of every row.
 
 struct Gathering {
     const int64* listed; const int64* kept;   // `width` tokens of each row, by falling score; how many are kept
     int64* token_ids; int64* offsets;         // as in Support
-    int64 rows, width, most;                  // a row that keeps more than `most` has none
+    int64 rows, width, most;                  // a row that keeps more than `most` tokens has no support
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS) support_kernel(const __grid_constant__ Gathering p) {

@@ -1,15 +1,15 @@
 // The tokens that a block reads together, for sample.cuh.
 //
-// HELD, the slice is copied to shared memory at once, and read there as often as it is wanted.  Otherwise the next tile is
-// under way to the registers, and those behind it to the L2 cache.
+// If HELD, the block first copies its whole slice to shared memory.  Otherwise the next tile is under way to the registers,
+// and the one after it to the L2 cache.
 
-// Chunks of a thread that are read together, and tokens of a block.  HELD, a slice is short: code that is half as long comes
-// faster from memory.
+// Chunks and tokens that a thread reads together, and tokens of a tile of the block.  If HELD, one chunk: slices are short, and
+// half the code takes less time to come from memory.
 constexpr int EACH = !HELD && VECTOR < 8 ? 8 / VECTOR : 1, OWN_TOKENS = EACH * VECTOR, TILE = THREADS * OWN_TOKENS;
 static_assert(ALIGNED || !HELD, "copies to shared memory have 16 bytes");
 
-// The tile that moves into the L2 cache, from the one that is taken on: one more than the registers hold.  With hundreds of
-// rows at a time, the lines of more tiles push each other out: 512 rows take 7 % longer with 4, and 40 % with 8.
+// How many tiles behind the one that is taken the prefetch to the L2 cache is; the registers have the next one.  With
+// hundreds of rows, more lines push each other out: 512 rows take 7 % longer with AHEAD = 4, and 40 % with 8.
 constexpr int AHEAD = 2, LINE = 128 / sizeof(X);
 static_assert((AHEAD - 1) * TILE <= THREADS * LINE, "each thread moves one line");
 

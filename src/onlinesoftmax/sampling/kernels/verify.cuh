@@ -1,8 +1,10 @@
 // Decides which drafted tokens of a row stay, and finds the token that follows them: speculative decoding.
 //
-// One block:  owns `slice` adjacent tokens of a row of drafts; CLUSTER blocks own a row, and each decides for itself.
+// One block:  owns `slice` adjacent tokens of a row of drafts.  Each of the CLUSTER blocks of a row decides which of its
+//             drafts stay; all come to the same result.
 // Chosen:     by verify, after sample.cuh has read the logits of all positions.
-// Bytes:      a logit of each draft; where a draft is replaced, one read of the logits of both models at its position.
+// Bytes:      in each block, two logits of each model for a draft; where a draft is replaced, one read of the logits of both
+//             models at its position.
 // Limits:     those of sample.cuh.
 //
 // The rule is that of verification.py, in float64.  The token that replaces a draft has the largest sum of log(p - q) and
@@ -11,14 +13,14 @@
 // What sample.cuh has found of the positions of a model, one for each.
 struct Model {
     const X* x;
-    const int64* largest; const uint64* key; const int64* mass;   // token of the largest logit; as in Sampling
+    const int64* largest; const uint64* key; const int64* mass;   // token of the largest logit; kept_key, kept_mass of Sampling
     const unsigned char* valid;
 };
 
 struct Verification {
     Model target, draft;       // of n + 1 and n positions for each row; without DRAFT, the second has no tensors
     const int64* sampled;      // the token that sample.cuh has sampled at each position of the target
-    const int64* drafts;       // n for each row; another number where a row has fewer
+    const int64* drafts;       // n for each row; a row with fewer is filled up with numbers that are no token ids
     const float* temperature; const void* min_p;   // as in Sampling, for each row
     const int64* seed; const int64* offset;
     int64* accepted; int64* tokens; float* logprobs; unsigned char* valid;
@@ -30,11 +32,11 @@ struct Verification {
 // The streams of the noise, as in philox.py.
 constexpr unsigned CORRECT = 1, ACCEPT = 2;
 
-__device__ __noinline__ double exponential_of(double x) { return exp(x); }
+__device__ __noinline__ double exp_of(double x) { return exp(x); }
 
 // The parameters of a row.
 struct RowParameters {
-    double divisor, least;   // the temperature, 1 for a greedy row; the score less the largest that min_p wants
+    double divisor, least;   // the temperature, 1 for a greedy row; the least difference to the largest score of min_p
     uint64 seed, offset;     // of the first position
 };
 __device__ inline RowParameters parameters_of(const Verification& p, int64 row) {
@@ -50,7 +52,7 @@ __device__ inline RowParameters parameters_of(const Verification& p, int64 row) 
 // The distribution of a position.
 struct Position {
     const X* x;
-    uint64 key;        // the least that top_k and top_p keep
+    uint64 key;        // the least sort key that top_k and top_p keep; in a greedy row, that of the only token
     float m;           // the largest logit
     double divisor, least, log_sum;
     bool valid;
@@ -58,13 +60,13 @@ struct Position {
     __device__ inline double probability(float logit, unsigned token) const {
         const double z = exactly_below(logit, m);
         const bool kept = key_of(logit, token) >= key && z > -INF && z >= least;
-        return kept ? exponential_of(z / divisor - log_sum) : 0;
+        return kept ? exp_of(z / divisor - log_sum) : 0;
     }
     __device__ inline double probability(unsigned token) const { return probability(wide(x[token]), token); }
 };
 __device__ inline Position position_of(const Model& of, int64 at, int64 stride, const RowParameters& row) {
     const X* const x = of.x + at * stride;
-    // With one token, the mass is that of the largest score, and its logarithm has to be 0.
+    // In float64, not by log_of: where one token is kept, the mass is 2^MASS_BITS, and its logarithm has to be 0.
     return {x, of.key[at], wide(x[of.largest[at]]), row.divisor, row.least,
             natural_log(double(of.mass[at]) * (1.0 / (int64(1) << MASS_BITS))), bool(of.valid[at])};
 }
@@ -76,7 +78,7 @@ struct Decision {
     int64 accepted;
     unsigned rejected;   // the draft at that position
     bool corrects;       // it is replaced by a token of max(p - q, 0)
-    unsigned bound;      // the word of a number below the largest sum of log(p - q) and noise, in base 2; 0 for none
+    unsigned bound;      // the word of a lower bound of the block's largest sum of log2(p - q) and noise; 0 before there is one
 };
 
 // Decides which drafts stay, by the first warp; writes the tokens that stay, and -1 behind the next one.
@@ -134,17 +136,17 @@ __device__ inline void decide(const Verification& p, int64 at, bool writes, Deci
 struct Bounds {
     float m, rate, shift;   // a probability is nearly 2^((x - m) * rate - shift)
     float low, high;        // tokens with logits below `low` are not kept, and those above `high` are
-    bool good;
+    bool usable;
 
-    // The relative error of a probability is smaller, and so is the absolute error below the normal numbers.
+    // The relative error of a probability is below ERROR; under the normal numbers of float32, the absolute one below TINY.
     static constexpr float ERROR = 1e-4f, TINY = 1e-37f;
 
     __device__ inline Bounds(const Position& of) : m(of.m) {
         rate = fmin(float(LOG2_E / of.divisor), LARGEST_FLOAT32), shift = float(of.log_sum * LOG2_E);
         low = fmax(of.key ? score_of(of.key) : -INF, -LARGEST_FLOAT32);
         high = fmax(low, float(double(m) + of.least) + 1e-6f * fabs(m));
-        // Differences that leave float32, and rates that have few bits.
-        good = m < INF && m - -LARGEST_FLOAT32 < INF && rate > 1e-30f;
+        // Not where a difference overflows float32, nor with a rate that has few bits or has been cut.
+        usable = m < INF && m - -LARGEST_FLOAT32 < INF && rate > 1e-30f && rate < LARGEST_FLOAT32;
     }
     __device__ inline float near(float x) const { return power_of_two(fma(x - m, rate, -shift)); }
     __device__ inline float below(float x) const { return x > high ? near(x) * (1 - ERROR) : 0; }
@@ -158,7 +160,7 @@ __device__ __noinline__ double sum_of(const Decision& row, float of_p, float of_
     return weight > 0 ? natural_log(weight) + gumbel(bits) : -INF;
 }
 
-// Raises the bound of the block by a token's sum in base 2, without the last bits.
+// Raises the bound of the block to a token's sum in base 2, less 0.01 for rounding errors.
 __device__ inline void raise(unsigned* bound, float sum) {
     const unsigned word = word_of(sum - 0.01f);
     if (word > look_shared(bound)) atomicMax(bound, word);
@@ -172,7 +174,7 @@ __device__ inline uint64 correction(const Verification& p, Decision& decision, S
     const Bounds of_p(decision.p), of_q(DRAFT ? decision.q : decision.p);
     const uint64 seed = decision.row.seed, offset = decision.row.offset + decision.accepted;
     const unsigned rejected = decision.rejected;
-    const bool good = of_p.good && of_q.good;
+    const bool usable = of_p.usable && of_q.usable;
     Best best{-INF, 0};
     Chunk<X, VECTOR> ours[EACH], theirs[EACH], next[EACH], their_next[EACH];
     const auto place = [](int tile, int i) { return tile + (i * THREADS + int(threadIdx.x)) * VECTOR; };
@@ -193,7 +195,7 @@ __device__ inline uint64 correction(const Verification& p, Decision& decision, S
             if (DRAFT) other.complete(theirs[i], place(tile, i));
         }
         fetch(tile + TILE);
-        // The first tile opens the race.
+        // The first tile is read twice: at first only to raise the bound, then to test its tokens against it.
 #pragma unroll 1
         for (bool opens = tile == 0;; opens = false) {
             const unsigned bound = look_shared(&decision.bound);
@@ -210,12 +212,12 @@ __device__ inline uint64 correction(const Verification& p, Decision& decision, S
                     if (!DRAFT && token + k == rejected) continue;
                     if (opens) {
                         const float least = of_p.below(x) - (DRAFT ? of_q.above(y) : 0);
-                        if (good && least > 0) raise(&decision.bound, log_of_two(least * reciprocal(exponential(words.of[k]))));
+                        if (usable && least > 0) raise(&decision.bound, log_of_two(least * reciprocal(exponential(words.of[k]))));
                     }
                     // The noise, -log(-log(u)), is at most -log(1 - u).
                     const float most = of_p.above(x) - (DRAFT ? of_q.below(y) : 0);
                     const bool late = float(~words.of[k]) * 0x1p-32f > most * limit;
-                    hits |= unsigned(x >= of_p.low && !(late && good)) << k;
+                    hits |= unsigned(x >= of_p.low && !(late && usable)) << k;
                 }
 #pragma unroll 1
                 for (hits = opens ? 0 : hits; hits; hits &= hits - 1) {
