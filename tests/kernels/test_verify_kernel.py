@@ -139,18 +139,18 @@ def test_odd_rows_and_parameters(folder: Path) -> None:
                 check(target, drafts, logits, cluster, folder, ties=ties, **given)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 3e38, 1e-6, 1e-38])
+@pytest.mark.parametrize("temperature", [1.0, 3e38, 1e-6, 1e-38, 1e-45])
 def test_scores_at_the_limits_of_rounding(temperature: float, folder: Path) -> None:
     inf = torch.inf
     rows = torch.tensor([
         [3.4e38, -3.4e38, -3.4e38, -3.4e38], [1000.0, 1e-15, 0.0, -1.0], [1e30, 2.0, 1.0, 0.0], [inf, inf, 0.0, 1.0],
-        [0.0, -90.0, -100.0, -110.0], [-50.0, -50.0, -50.0, 0.0],
+        [0.0, -90.0, -100.0, -110.0], [-50.0, -50.0, -50.0, 0.0], [0.0, -2e-39, -1e-45, -3e-45],
     ])  # fmt: skip
     for moved, drafted in itertools.product((0, 1, 3), range(4)):
-        target = rows.unsqueeze(1).expand(6, 2, 4).contiguous()
-        drafts = torch.full((6, 1), drafted)
+        target = rows.unsqueeze(1).expand(7, 2, 4).contiguous()
+        drafts = torch.full((7, 1), drafted)
         for draft in (rows.roll(moved, 0).unsqueeze(1).contiguous(), None):
-            check(target, drafts, draft, 1, folder, seed=torch.arange(6), temperature=temperature)
+            check(target, drafts, draft, 1, folder, seed=torch.arange(7), temperature=temperature)
 
 
 def test_models_that_hardly_differ(folder: Path) -> None:

@@ -141,6 +141,15 @@ def test_no_plan_fits() -> None:
             plans.plan_of(PROBLEM._replace(cuts=cuts), 100)
 
 
+def test_a_call_without_a_bound_of_memory_always_has_a_plan() -> None:
+    # The logits of one token are larger than those that are usual.
+    for tokens in (1, 3):
+        sizes = tokens, 4, 300_000_000
+        problem = problem_of("linear_cross_entropy", sizes, "float32", (True, True, False), each=True, whole_rows=True)
+        plan = plans.plan_of(problem, None)
+        assert (plan.chunk, plan.chunks) == (1, tokens)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs an NVIDIA GPU")
 @pytest.mark.parametrize("memory", [None, 120_000_000, 40_000_000])

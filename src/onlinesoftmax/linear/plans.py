@@ -208,7 +208,9 @@ def _stored(problem: LinearProblem, memory: int | None) -> Candidate:
         plan = LinearPlan("stored", problem.tokens, 1, products, problem.tokens * own, False, why, apart)
         return Candidate("stored", plan, "")
     plan = LinearPlan("stored", max(problem.tokens, 1), 1, products, needed, problem.keeps, f"{reason}, which fit")
-    return Candidate("stored", plan, "" if taken <= room else f"{reason}, and the limit is {size(max(room, 0))}")
+    # Without a bound, a call whose rows cannot be cut runs in any case.
+    fits = taken <= room or (memory is None and problem.tokens < 2 and "columns" not in problem.cuts)
+    return Candidate("stored", plan, "" if fits else f"{reason}, and the limit is {size(max(room, 0))}")
 
 
 def _beside_two(problem: LinearProblem) -> int:
