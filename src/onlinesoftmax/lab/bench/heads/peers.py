@@ -80,7 +80,7 @@ class OursHead(Peer):
         asked: dict[str, Any] = {"operation": case.operation, "memory": self.memory(case), "acc_dtype": acc_dtype}
         found = explain(x, linear_weight=weight, **asked)
         plan, time = found.plan, f"; forecast {found.forecast}" if found.forecast else ""
-        return f"{plan.name}, chunks {plan.chunks}, products {plan.products}, {size(plan.bytes)}{time}"
+        return f"{plan.name}, {plan.cut}, {plan.counted}, {size(plan.bytes)}{time}"
 
 
 class Stored(OursHead):
