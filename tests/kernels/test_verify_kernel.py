@@ -30,7 +30,7 @@ def word_of(name: str, value: Any) -> int:
 
 
 def positions(x: Tensor, folder: Path, given: dict[str, Any], first: bool) -> dict[str, Tensor]:
-    """What sample.cuh finds of the positions (rows, n, tokens) of a model, by the names of the fields of verify.cuh.
+    """Findings of sample.cuh on the positions (rows, n, tokens) of a model, by the names of the fields of verify.cuh.
 
     A block has a fourth of its threads, and reads a row alone: test_sample_kernel.py cuts rows.
     """

@@ -126,7 +126,7 @@ def test_a_gradient_waits_for_log_probabilities_and_for_losses_of_tokens() -> No
 
 
 def test_a_loss_of_tokens_has_no_columns_where_its_gradient_is_a_sum() -> None:
-    """Of float16, or over processes; elsewhere the logits of its columns stay as those of a mean do."""
+    """The sum is that of float16, or of processes; otherwise the logits of columns stay, as for a mean."""
     name, sizes, wanted = "linear_token_loss", (8192, 4096, 128256), (True, True, False)
     plan = plans.plan_of(problem_of(name, sizes, "bfloat16", wanted), 200_000_000)
     assert plan == plans.plan_of(PROBLEM, 200_000_000)

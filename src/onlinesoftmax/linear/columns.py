@@ -3,7 +3,7 @@
 A first sweep merges the statistics of chunks of columns; a second one makes each chunk again.  So each slice of the
 gradient of the weight is one product, rounded once.  Where all logits fit, they are one chunk, which is kept.
 
-Where one call makes both sweeps, as for a mean, the first chunks stay in the memory of the gradient of the weight.
+The first chunks stay in the memory of the gradient of the weight if one call makes both sweeps, as that of a mean does.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ def _merged(found: list[Read], inside: list[Tensor]) -> Statistics:
         found: What was read of each slice.
         inside: For each slice, True where it has the target of the row.  The logarithm of a row without one is NaN.
     """
-    read_of = [
-        torch.stack(parts) for parts in zip(*[[t for t in each if t is not None] for each in found], strict=True)
-    ]
+    read_of = [torch.stack(parts) for parts in zip(*found, strict=True) if parts[0] is not None]
     slices, has_target = finished(Read(*read_of)), torch.stack(inside)
     lse = slices.lse.logsumexp(0)
     log_w, entropy = torch.where(slices.lse == lse, 0.0, slices.lse - lse), None

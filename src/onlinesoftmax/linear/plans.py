@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 from ..core.task import ITEMSIZE
 from ..core.units import size
-from .problem import LinearProblem, row_bytes
+from .problem import LinearProblem, ceil, row_bytes
 
 Name = Literal["stored", "tokens", "columns"]
 
@@ -247,8 +247,8 @@ def _columns_of(problem: LinearProblem, fits: int) -> tuple[int, int]:
         fits: Most columns of a chunk.
     """
     # Rounding up to whole tiles may add one.
-    chunks = _ceil(problem.classes, max(fits - COLUMN_TILE, FEWEST_COLUMNS))
-    chunk = min(problem.classes, _ceil(_ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
+    chunks = ceil(problem.classes, max(fits - COLUMN_TILE, FEWEST_COLUMNS))
+    chunk = min(problem.classes, ceil(ceil(problem.classes, chunks), COLUMN_TILE) * COLUMN_TILE)
     if not problem.lends or chunk * problem.itemsize % 16:
         return chunk, 0
     held = problem.classes * problem.hidden // max(problem.tokens, problem.hidden)
@@ -256,7 +256,7 @@ def _columns_of(problem: LinearProblem, fits: int) -> tuple[int, int]:
     if held == problem.classes and held % chunk * problem.itemsize % 16 == 0:
         return chunk, held
     # A whole number of chunks fills this memory, unless they would be much smaller for it.
-    whole = held // max(_ceil(held, max(fits, 1)), 1) // COLUMN_TILE * COLUMN_TILE if held < problem.classes else 0
+    whole = held // max(ceil(held, max(fits, 1)), 1) // COLUMN_TILE * COLUMN_TILE if held < problem.classes else 0
     chunk = whole if 10 * whole >= 8 * chunk else chunk
     return chunk, held // chunk * chunk
 
@@ -279,7 +279,7 @@ def _tokens(problem: LinearProblem, memory: int | None) -> Candidate:
     most = max(fits // TOKEN_TILE * TOKEN_TILE or fits, 1)
     chunk, first, apart = _chunk_of_tokens(problem, _room(problem, memory, True), most)
     needed = max(chunk * token_bytes, first * ((problem.classes - apart) * problem.itemsize + _beside_two(problem)))
-    chunks, why = _ceil(tokens - first, chunk) + (first > 0), _why(problem)
+    chunks, why = ceil(tokens - first, chunk) + (first > 0), _why(problem)
     if first:
         why += f", and {apart} columns of the first chunk lie where the gradient of the weight will be"
     products, needed = problem.products + problem.waits, needed + problem.weight_sum_bytes
@@ -290,14 +290,14 @@ def _chunk_of_tokens(problem: LinearProblem, room: int, most: int) -> tuple[int,
     """(tokens of a chunk, of a larger first one or 0, columns apart of the first) with at most `most` of a chunk."""
     tokens, chunk = problem.tokens, most
     # The fewest chunks, of which the first, whose products are the fastest, is as large as it can be.
-    for others in range(1, _ceil(tokens, most) - 1) if problem.in_two and problem.lends else ():
+    for others in range(1, ceil(tokens, most) - 1) if problem.in_two and problem.lends else ():
         if apart := _apart(problem, room, tokens - others * chunk):
             while chunk > TOKEN_TILE and (more := _apart(problem, room, tokens - others * (chunk - TOKEN_TILE))):
                 apart, chunk = more, chunk - TOKEN_TILE
             return chunk, tokens - others * chunk, apart
     # Whole tiles where there are several, and chunks of nearly one size, so that the last is not a small product.
-    chunk = _ceil(tokens, _ceil(tokens, most))
-    whole = _ceil(chunk, TOKEN_TILE) * TOKEN_TILE
+    chunk = ceil(tokens, ceil(tokens, most))
+    whole = ceil(chunk, TOKEN_TILE) * TOKEN_TILE
     return min(whole if whole <= most else chunk, tokens), 0, 0
 
 
@@ -316,7 +316,7 @@ def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
     products, why = problem.products + (again - held) / max(problem.classes, 1), _why(problem)
     if held:
         why += f", of which {held} columns lie where the gradient of the weight will be"
-    plan = LinearPlan("columns", chunk, _ceil(problem.classes, chunk), products, needed, False, why, held)
+    plan = LinearPlan("columns", chunk, ceil(problem.classes, chunk), products, needed, False, why, held)
     if memory is not None and needed > memory:
         reason = f"memory is {memory} bytes, and {chunk} columns of all tokens take {needed}"
         return Candidate("columns", None, reason)
@@ -325,7 +325,3 @@ def _columns(problem: LinearProblem, memory: int | None) -> Candidate:
 
 def _why(problem: LinearProblem) -> str:
     return f"the logits of all tokens would take {size(problem.logits_bytes)}"
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)

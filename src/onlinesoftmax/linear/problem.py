@@ -14,7 +14,7 @@ FEWEST_CLASSES, ROW_BYTES = 1024, 128
 
 
 class LinearProblem(NamedTuple):
-    """What a plan depends on.
+    """The facts about a call that its plan depends on.
 
     Attributes:
         tokens, hidden, classes: Sizes of the input and the weight.
@@ -136,7 +136,7 @@ FUNCTIONS = {
 def row_bytes(classes: int, itemsize: int) -> int:
     """Bytes from one row of logits to the next."""
     taken = classes * itemsize
-    return taken if taken % 16 == 0 or classes < FEWEST_CLASSES else _ceil(taken, ROW_BYTES) * ROW_BYTES
+    return taken if taken % 16 == 0 or classes < FEWEST_CLASSES else ceil(taken, ROW_BYTES) * ROW_BYTES
 
 
 def problem_of(
@@ -163,5 +163,6 @@ def problem_of(
     return LinearProblem(*sizes, dtype, recorded, waits, wanted[0], wanted[1], cuts, in_place, travels)
 
 
-def _ceil(a: int, b: int) -> int:
+def ceil(a: int, b: int) -> int:
+    """The quotient a / b, rounded up."""
     return -(-a // b)

@@ -53,11 +53,6 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
     """
     if is_unfiltered(parameters.filters, top):
         return unfiltered_launch.bind(scores, rows, raw)
-    return _bind_filtered(scores, rows, parameters, raw, top)
-
-
-def _bind_filtered(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int) -> Run | None:
-    """`bind` of sample.cuh."""
     launch = launcher(scores, parameters, raw, top)
     return None if launch is None else _bound(launch, rows, top, scores.get_device())
 

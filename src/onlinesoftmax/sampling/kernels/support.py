@@ -24,7 +24,7 @@ MOST_ROWS = 4096
 
 
 class Shape(NamedTuple):
-    """What the kernel is compiled for.
+    """The constants of the kernel.
 
     Attributes:
         threads: Threads of a block.

@@ -10,7 +10,7 @@
 // The rule is that of verification.py, in float64.  The token that replaces a draft has the largest sum of log(p - q) and
 // noise.  float32 numbers with bounds of their errors leave out most tokens, which cannot reach the largest sum so far.
 
-// What sample.cuh has found of the positions of a model, one for each.
+// Findings of sample.cuh on the positions of a model, one for each position.
 struct Model {
     const X* x;
     const int64* largest; const uint64* key; const int64* mass;   // token of the largest logit; kept_key, kept_mass of Sampling

@@ -35,7 +35,7 @@ RESIDENT_THREADS = 512
 
 
 class Shape(NamedTuple):
-    """What a kernel is compiled for.
+    """The constants of a kernel.
 
     Attributes:
         dtype: Dtype of the logits of both models: "float32", "float16" or "bfloat16".
