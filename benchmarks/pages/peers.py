@@ -60,7 +60,7 @@ PEERS = (
     Peer(
         "Liger", "LigerFusedLinearScaledCrossEntropyFunction",
         "losses and entropies in kernels for compute capability 9.0, elsewhere in chunks of 512 tokens", "liger",
-        "linear-token-logprobs",
+        "linear-token-logprobs", f"{LATER}; for compute capability 9.0 it needs the package nvidia-cutlass-dsl",
     ),
     Peer(
         "Megatron-LM", "vocab_parallel_cross_entropy",
