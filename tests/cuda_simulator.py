@@ -303,10 +303,11 @@ def simulate_reduction(one: Reduction, arrays: Mapping[str, NDArray[Any]], mail:
         mail: Memory of MAIL_WORDS words, all EMPTY.
         folder: Where to put the shared libraries.
     """
-    fields = np.frombuffer(bytearray(reduction.pack(one)), np.uint64)
+    launch = reduction.launch_of(one)
+    fields = np.frombuffer(bytearray(launch.values), np.uint64)
     for name, array in {**arrays, "mail": mail}.items():
         fields[reduction.POINTERS.index(name)] = array.ctypes.data
-    launch_reduction(one, fields.ctypes.data, reduction.blocks_of(one), folder)
+    launch_reduction(one, fields.ctypes.data, launch.blocks, folder)
 
 
 def launch_reduction(one: Reduction, parameter: int, blocks: int, folder: Path) -> None:
@@ -334,7 +335,7 @@ def simulate_sharded(kernel: str, rows: ShardedRows, arrays: Mapping[str, NDArra
         arrays: Memory of the tensors of `rows.names`; bfloat16 as uint16.
         folder: Where to put the shared libraries.
     """
-    fields = np.frombuffer(bytearray(merge.pack(rows)), np.uint64)
+    fields = np.frombuffer(bytearray(merge.launch_of(kernel, rows).values), np.uint64)
     for name in rows.names:
         fields[TENSORS.index(name)] = arrays[name].ctypes.data
     launch_sharded(kernel, rows, fields.ctypes.data, folder)
@@ -344,7 +345,7 @@ def launch_sharded(kernel: str, rows: ShardedRows, parameter: int, folder: Path)
     """Run a kernel of sharded rows on the host with the parameter at an address."""
     parts = [merge.prologue(rows.kind), _replaced("numeric/state"), _replaced("small/merge")]
     text = _program(parts, "ShardedRows", f"{kernel}_kernel")
-    load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.blocks_of(rows), 1, 1)
+    load_kernel(text, folder).run(ctypes.c_void_p(parameter), merge.launch_of(kernel, rows).blocks, 1, 1)
 
 
 SIZES = re.compile(r"\b(THREADS|FEW|CAPACITY|SPREAD|MOST_(?:ABOVE|BETWEEN|CANDIDATES|RIVALS|SORTED)) = (\d+)\b")

@@ -57,7 +57,8 @@ def test_a_launch_without_a_context_is_made_again_with_one(
     monkeypatch.setattr(driver, "library", lambda: fake)
     arguments = driver.Arguments(bytes(16), driver.launch_config(1, 1, 32, 0, 1, False), 1)
     with pytest.raises(driver.DriverError, match="launching a kernel") if statuses[-1] else nullcontext():
-        driver.launch(arguments, 3, "launching a kernel")
+        if status := arguments.launch():
+            driver.launch_again(arguments, status, 3, "launching a kernel")
     assert fake.called == called
 
 
@@ -70,7 +71,7 @@ def test_addresses_reach_the_driver_whole(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(driver, "library", lambda: SimpleNamespace(cuLaunchKernelEx=launch))
     kernel = 0x7F69_74FF_96C0
     arguments = driver.Arguments(bytes(16), driver.launch_config(1, 1, 32, 0, 1, False), kernel)
-    driver.launch(arguments, 0, "launching a kernel")
+    arguments.launch()
     assert [passed[0], passed[1], passed[3]] == [ctypes.addressof(arguments.config), kernel, None]
     assert ctypes.c_void_p.from_address(passed[2]).value == ctypes.addressof(arguments.fields)
 

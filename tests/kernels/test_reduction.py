@@ -232,6 +232,6 @@ def test_cuda_compiles_without_spills(form: Form, log_of: Any) -> None:
 
 
 def test_one_block_takes_a_usual_batch() -> None:
-    blocks = [cuda.blocks_of(Reduction(rows, "float32")) for rows in (1, 4096, 4097, 1 << 18, 1 << 31)]
+    blocks = [cuda.launch_of(Reduction(rows, "float32")).blocks for rows in (1, 4096, 4097, 1 << 18, 1 << 31)]
     assert blocks == [1, 1, 2, 64, cuda.MOST_BLOCKS]
     assert cuda.MOST_BLOCKS <= cuda.THREADS

@@ -18,7 +18,7 @@ from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.arguments import checked_logits, checked_parameters
 from onlinesoftmax.sampling.distribution import constants_of, distribution_of, log_of, reaches_min_p
-from onlinesoftmax.sampling.kernels import sample_launch, source, unfiltered_launch
+from onlinesoftmax.sampling.kernels import source, unfiltered_launch
 from onlinesoftmax.sampling.order import ordered
 from onlinesoftmax.sampling.philox import LOW
 from pairs import rest_exhaustive
@@ -97,7 +97,7 @@ def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict
     }
     check(x, cluster, folder, 7, **rows, **filters)
     narrow = {
-        name: torch.full((4,), value).to(sample_launch.NARROW_DTYPES[name != "top_k"])
+        name: torch.full((4,), value).to(unfiltered_launch.NARROW_DTYPES[name != "top_k"])
         for name, value in filters.items()
     }
     check(x, cluster, folder, 7, seed=5, offset=2**40, temperature=0.7, **narrow)

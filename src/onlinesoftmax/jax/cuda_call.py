@@ -90,8 +90,8 @@ def operands_of(call: Signature, operands: Mapping[str, Array]) -> Values:
 
 
 def run_own(
-    launch: OwnLaunch, operands: Mapping[str, Array], results: Mapping[str, Any], device: Device, words: int = 0
-) -> Values:
+    launch: OwnLaunch, operands: Mapping[str, Array], results: Mapping[str, Any], device: Device
+) -> Values:  # fmt: skip
     """The results of a kernel that an operation brings.
 
     Args:
@@ -99,14 +99,13 @@ def run_own(
         operands: Contiguous arrays by the names of the launch's pointers.
         results: Shapes and dtypes by name.
         device: The GPU that the launch is made for.
-        words: Number of 64-bit words that the blocks share, the tensor "words"; they are 0 before the kernel runs.
     """
-    names = (*operands, *results, *(["words"] if words else []))
+    names = (*operands, *results, *launch.pointers[-1:] * (launch.words > 0))
     fields = tuple(launch.pointers.index(name) for name in names)
-    mail = (8 * words,) if words else ()
+    mail = (8 * launch.words,) if launch.words else ()
     code = compile.cubin(launch.text, device.arch)
     return _called(
-        xla_handler.Launch(launch.name, fields, mail, launch.configuration, launch.values, code, empty=0),
+        xla_handler.Launch(launch.name, fields, mail, launch.configuration, launch.values, code, launch.empty & 0xFF),
         operands, results,
     )  # fmt: skip
 

@@ -259,6 +259,21 @@ def allocator(device: torch.device) -> Callable[..., torch.Tensor]:
     )  # fmt: skip
 
 
+def on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+    """A function that makes a device the current one, whose default stream a launch takes."""
+    if device.type != "cuda":
+        return run
+    index, current_device = device.index, torch._C._cuda_getDevice
+
+    def on_device(*arguments: Any) -> Any:
+        if current_device() == index:
+            return run(*arguments)
+        with torch.cuda.device(device):
+            return run(*arguments)
+
+    return on_device
+
+
 def _memory(call: Call, task: Task, name: str, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """Shape, strides and dtype of a new output of a call.
 

@@ -20,7 +20,7 @@ from .fast_path import PREPARED_CALLS, find, is_compiling, keep
 from .formulas import accumulator_of
 from .gradients import is_traced
 from .loss_arguments import Loss, scaled, scaled_weight
-from .prepare import DTYPE_NAMES, aligned, allocator
+from .prepare import DTYPE_NAMES, aligned, allocator, on_device
 
 Tensor = torch.Tensor
 
@@ -249,21 +249,6 @@ def prepared_sharded(kernel: str, rows: ShardedRows, device: torch.device) -> Ca
     assert backend is not None
     run: Callable[[dict[str, Any]], None] = registry.small_kernels(backend, "merge").bind(kernel, rows)
     return on_device(run, device)
-
-
-def on_device(run: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-    """A launch that makes its device the current one."""
-    if device.type != "cuda":
-        return run
-    index, current_device = device.index, torch._C._cuda_getDevice
-
-    def on_device(*arguments: Any) -> Any:
-        if current_device() == index:
-            return run(*arguments)
-        with torch.cuda.device(device):
-            return run(*arguments)
-
-    return on_device
 
 
 def _ones(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -48,8 +48,7 @@ def route(rule: Rule, counts: bool, prob_sums: bool, device: Device, operands: V
     if prob_sums:
         results["prob_sums"] = (*lead, 1, experts), "float32"
     named = {"given" if name == "indices" else name: t for name, t in operands.items()}
-    words = source.words_of(shape, rule, sequences, parts)
-    return _plan("route.cuh", shape), partial(_called, launch, named, results, device, words)
+    return _plan("route.cuh", shape), partial(_called, launch, named, results, device)
 
 
 def route_backward(rule: Rule, device: Device, operands: Values) -> Planned:
@@ -67,10 +66,10 @@ def route_backward(rule: Rule, device: Device, operands: Values) -> Planned:
 
 
 def _called(
-    launch: OwnLaunch, operands: Values, results: dict[str, tuple[tuple[int, ...], str]], device: Device, words: int = 0
+    launch: OwnLaunch, operands: Values, results: dict[str, tuple[tuple[int, ...], str]], device: Device
 ) -> list[Array]:
     types = {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, (shape, dtype) in results.items()}
-    return list(cuda_call.run_own(launch, operands, types, device, words).values())
+    return list(cuda_call.run_own(launch, operands, types, device).values())
 
 
 def _other_biases(operands: Values) -> str | None:

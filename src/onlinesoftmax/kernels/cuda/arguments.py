@@ -16,7 +16,7 @@ EMPTY = -1
 
 
 class OwnLaunch(NamedTuple):
-    """A launch of a kernel that an operation brings, still without tensors.
+    """A launch of a small kernel, or of one that an operation brings, still without tensors.
 
     Its only parameter is a struct of 64-bit fields: the addresses of tensors, 0 for one that is not given, and numbers.
 
@@ -28,6 +28,8 @@ class OwnLaunch(NamedTuple):
         dynamic: Bytes of dynamic shared memory of a block.
         cluster: Blocks of a cluster.
         waits: True if the kernel waits itself for the kernel before it, and so may begin early.
+        words: 64-bit words that the blocks share, the last of the tensors; 0 without them.
+        empty: Value of each word before and after a launch.
     """
 
     text: str
@@ -39,6 +41,8 @@ class OwnLaunch(NamedTuple):
     dynamic: int = 0
     cluster: int = 1
     waits: bool = False
+    words: int = 0
+    empty: int = 0
 
     @property
     def configuration(self) -> tuple[int, int, int, int, int, bool]:
@@ -73,7 +77,9 @@ class OwnKernel(NamedTuple):
         """The source of the kernel for a shape."""
         return _own_source(self, shape)
 
-    def launch(self, shape: Any, numbers: tuple[int, ...], clusters: int, dynamic: int = 0) -> OwnLaunch:
+    def launch(
+        self, shape: Any, numbers: tuple[int, ...], clusters: int, dynamic: int = 0, words: int = 0
+    ) -> OwnLaunch:  # fmt: skip
         """The launch of the kernel.
 
         Args:
@@ -81,10 +87,11 @@ class OwnKernel(NamedTuple):
             numbers: Its numbers.
             clusters: Number of clusters.
             dynamic: Bytes of dynamic shared memory of a block.
+            words: As in OwnLaunch.
         """
         blocks, threads, cluster = clusters * shape.cluster, shape.threads, shape.cluster
         text = self.source(shape)
-        return OwnLaunch(text, self.name, self.pointers, numbers, blocks, threads, dynamic, cluster, self.waits)
+        return OwnLaunch(text, self.name, self.pointers, numbers, blocks, threads, dynamic, cluster, self.waits, words)
 
 
 @cache

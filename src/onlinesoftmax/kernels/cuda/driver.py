@@ -7,7 +7,6 @@ neither.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from contextlib import suppress
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_uint64, c_void_p
 from functools import cache, partial
@@ -57,30 +56,6 @@ class Arguments:
         # A plain integer would be passed as a C int, which cuts off the upper half of an address.  ctypes passes on the
         # results of from_param as they are; of an object it would make them in every launch.
         self.launch = partial((of or library()).cuLaunchKernelEx, *map(c_void_p.from_param, addresses))
-
-
-class ArgumentPool:
-    """The arguments of earlier launches of one kernel on one device, kept for later ones.
-
-    Args:
-        new: The function new(index) that makes arguments for a launch on the device, whose number is `index`.
-
-    Attributes:
-        give_back: The function give_back(arguments), called after a launch.
-    """
-
-    def __init__(self, new: Callable[[int], Arguments]) -> None:
-        self._new = new
-        self._kept: list[Arguments] = []
-        self.give_back = self._kept.append
-
-    def take(self, index: int) -> Arguments:
-        """Arguments that no other thread uses until they are given back."""
-        try:
-            # list.pop is atomic, so no two threads get the same arguments.
-            return self._kept.pop()
-        except IndexError:
-            return self._new(index)
 
 
 COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 2, 4, 6
@@ -183,23 +158,18 @@ def make_current(device: int) -> None:
     check(library().cuCtxSetCurrent(context), "making the device's context current")
 
 
-def launch(arguments: Arguments, index: int, doing: str) -> None:
-    """Launch a kernel on a device.
+def launch_again(arguments: Arguments, status: int, index: int, doing: str) -> None:
+    """Launch once more where a launch failed with a status because the thread is new to the device; else raise.
 
     Args:
         arguments: The arguments of the launch.
+        status: Its status.
         index: Number of the device.
         doing: "launching ..." for the error.
 
     Raises:
         DriverError: the driver refused the launch.
     """
-    if status := arguments.launch():
-        launch_again(arguments, status, index, doing)
-
-
-def launch_again(arguments: Arguments, status: int, index: int, doing: str) -> None:
-    """Launch once more where a launch failed with a status because the thread is new to the device; else raise."""
     if status == INVALID_CONTEXT:
         make_current(index)
         status = arguments.launch()

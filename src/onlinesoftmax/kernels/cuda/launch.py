@@ -56,7 +56,6 @@ def bind(request: Request) -> Run:
     give_back = kept.append
 
     def run(x: torch.Tensor, y: torch.Tensor, more: dict[str, Any]) -> None:
-        # `pool.take` and `driver.launch`, written out: two calls fewer.
         try:
             call = kept.pop()
         except IndexError:
@@ -102,23 +101,6 @@ def loaded(text: str, name: str, index: int, dynamic: int, cluster: int) -> int:
     return driver.load_function(compile.cubin(text, f"sm_{major}{minor}"), name, index, dynamic, cluster)
 
 
-def small_kernel(text: str, name: str, blocks: int, threads: int, values: bytes, early: bool) -> driver.ArgumentPool:
-    """The arguments of launches of a kernel that needs neither dynamic shared memory nor a cluster.
-
-    Args:
-        text, name: Its source and its name there.
-        blocks, threads: Blocks of a launch, and threads of a block.
-        values: Its parameter.
-        early: True if it waits itself for the kernel before it, and so may begin early.
-    """
-
-    def new_call(index: int) -> driver.Arguments:
-        config = driver.launch_config(blocks, 1, threads, 0, 1, False, early and may_begin_early(index))
-        return driver.Arguments(values, config, loaded(text, name, index, 0, 1))
-
-    return driver.ArgumentPool(new_call)
-
-
 def words_of_stream(use: int | str, count: int, value: int, index: int, stream: int) -> torch.Tensor:
     """64-bit words that hold a value when they are made.
 
@@ -153,12 +135,38 @@ _WORDS: dict[tuple[int | str, int, int, int], torch.Tensor] = {}
 """Results of `words_of_stream`."""
 
 
-def argument_pool(launch: arguments.OwnLaunch) -> driver.ArgumentPool:
-    """Arguments of launches of a kernel that an operation brings; each call fills in its tensors."""
-    values, config = launch.values, launch.configuration
+def launcher(own: arguments.OwnLaunch) -> Callable[..., None]:
+    """The function launch(index, addresses, numbers=None) of a kernel with its own parameter.
+
+    `index` is the number of the GPU, which is the current one.  The addresses are those of the tensors, 0 for an absent
+    one.  `numbers` are the last ones of the parameter, if a call chooses them.
+    """
+    values, config = own.values, own.configuration
+    # Launches with other numbers of words share them.
+    words = 1 << (own.words - 1).bit_length() if own.words else 0
+    stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {own.name}"
 
     def new_call(index: int) -> driver.Arguments:
-        kernel = loaded(launch.text, launch.name, index, launch.dynamic, launch.cluster)
-        return driver.Arguments(values, driver.launch_config(*config, launch.waits and may_begin_early(index)), kernel)
+        kernel = loaded(own.text, own.name, index, own.dynamic, own.cluster)
+        return driver.Arguments(values, driver.launch_config(*config, own.waits and may_begin_early(index)), kernel)
 
-    return driver.ArgumentPool(new_call)
+    kept: list[driver.Arguments] = []
+    give_back = kept.append
+
+    def launch(index: int, addresses: list[int], numbers: list[int] | None = None) -> None:
+        try:
+            call = kept.pop()
+        except IndexError:
+            call = new_call(index)
+        fields: Any = call.fields
+        fields[: len(addresses)] = addresses
+        call.config.stream = stream = stream_of(index)
+        if numbers:
+            fields[-len(numbers) :] = numbers
+        if words:
+            fields[len(addresses)] = words_of_stream(own.name, words, own.empty, index, stream).data_ptr()
+        if status := call.launch():
+            driver.launch_again(call, status, index, doing)
+        give_back(call)
+
+    return launch

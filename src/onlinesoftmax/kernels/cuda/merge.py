@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..sharded import FLOATS, INTEGERS, TENSORS, ShardedRows
-from . import driver
+from .arguments import OwnLaunch
 from .source import declarations, program, typed
 
 if TYPE_CHECKING:
@@ -19,40 +19,24 @@ THREADS = 128
 def bind(kernel: str, rows: ShardedRows) -> Callable[[dict[str, torch.Tensor]], None]:
     """The function run(tensors) of the kernel "merge" or "incoming", for the tensors of `rows.names` on one device."""
     # The source of the kernel needs no torch.
-    import torch
+    from .launch import launcher
 
-    from .launch import small_kernel
-
-    places = tuple((TENSORS.index(name), name) for name in rows.names)
-    stream_of, doing = torch._C._cuda_getCurrentRawStream, f"launching {kernel}_kernel"
-
-    # The states come from another stream, so the merge could not begin early.
-    early = kernel == "incoming"
-    pool = small_kernel(source(rows.kind), f"{kernel}_kernel", blocks_of(rows), THREADS, pack(rows), early)
-    take, give_back = pool.take, pool.give_back
+    launch, names = launcher(launch_of(kernel, rows)), [name if name in rows.names else "" for name in TENSORS]
 
     def run(tensors: dict[str, torch.Tensor]) -> None:
-        index = tensors["target"].get_device()
-        call = take(index)
-        fields = call.fields
-        for place, name in places:
-            fields[place] = tensors[name].data_ptr()
-        call.config.stream = stream_of(index)
-        driver.launch(call, index, doing)
-        give_back(call)
+        launch(tensors["target"].get_device(), [tensors[name].data_ptr() if name else 0 for name in names])
 
     return run
 
 
-def blocks_of(rows: ShardedRows) -> int:
-    """Blocks of a launch."""
-    return -(-rows.rows // THREADS)
-
-
-def pack(rows: ShardedRows) -> bytes:
-    """The kernel's parameter with zeros for the pointers."""
-    numbers = [getattr(rows, name) for name in (*INTEGERS, *FLOATS)]
-    return struct.pack(f"={len(TENSORS)}Q{len(INTEGERS)}q{len(FLOATS)}d", *[0] * len(TENSORS), *numbers)
+def launch_of(kernel: str, rows: ShardedRows) -> OwnLaunch:
+    """The launch of the kernel "merge" or "incoming"."""
+    floats = (int.from_bytes(struct.pack("<d", getattr(rows, name)), "little") for name in FLOATS)
+    numbers = *(getattr(rows, name) for name in INTEGERS), *floats
+    blocks = -(-rows.rows // THREADS)
+    # The states come from another stream, so the merge could not begin early.
+    waits = kernel == "incoming"
+    return OwnLaunch(source(rows.kind), f"{kernel}_kernel", TENSORS, numbers, blocks, THREADS, waits=waits)
 
 
 def source(rows: ShardedRows) -> str:

@@ -8,8 +8,8 @@ from functools import cache
 import torch
 
 from ...core.task import ITEMSIZE
-from . import driver
-from .launch import small_kernel
+from .arguments import OwnLaunch
+from .launch import launcher
 from .source import declarations, program, typed
 
 THREADS, BATCH = 512, 8
@@ -34,16 +34,10 @@ def bind(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> Callable[.
     index, text = x.get_device(), source(*(str(t.dtype).removeprefix("torch.") for t in (x, out, factor)))
     most = torch.cuda.get_device_properties(index).multi_processor_count
     blocks = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
-    pool = small_kernel(text, NAME, blocks, THREADS, bytes(24) + x.numel().to_bytes(8, "little"), True)
-    take, give_back, stream_of = pool.take, pool.give_back, torch._C._cuda_getCurrentRawStream
+    launch = launcher(OwnLaunch(text, NAME, ("x", "out", "factor"), (x.numel(),), blocks, THREADS, waits=True))
 
     def multiply(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
-        call = take(index)
-        fields = call.fields
-        fields[0], fields[1], fields[2] = x.data_ptr(), out.data_ptr(), factor.data_ptr()
-        call.config.stream = stream_of(index)
-        driver.launch(call, index, "launching multiply_kernel")
-        give_back(call)
+        launch(index, [x.data_ptr(), out.data_ptr(), factor.data_ptr()])
 
     return multiply
 

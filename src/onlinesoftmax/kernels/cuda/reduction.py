@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..reduction import Reduction
-from . import driver
-from .arguments import EMPTY
+from .arguments import EMPTY, OwnLaunch
 from .source import declarations, program, typed
 
 if TYPE_CHECKING:
@@ -28,49 +26,33 @@ NAME = "reduction_kernel"
 POINTERS = ("losses", "target", "weight", "count", "divisor", "out", "mail")
 """Fields of the kernel's parameter, in the order of the struct; then come rows, classes and ignore_index."""
 
-_OUT, _MAIL = POINTERS.index("out"), POINTERS.index("mail")
-
 
 def bind(reduction: Reduction) -> Callable[[torch.Tensor, dict[str, Any]], None]:
-    """The function run(out, tensors) for tensors on one device."""
+    """The function run(out, tensors) for tensors on one device, which is the current one."""
     # The source of the kernel needs no torch.
-    import torch
+    from .launch import launcher
 
-    from .launch import small_kernel, words_of_stream
-
-    blocks = blocks_of(reduction)
-    inputs = tuple((POINTERS.index(name), name) for name in reduction.tensors)
-    stream_of = torch._C._cuda_getCurrentRawStream
-
-    # The kernel of the total follows the loss kernel, and waits itself before it reads the losses.
-    pool = small_kernel(source(reduction), NAME, blocks, THREADS, pack(reduction), reduction.result is not None)
-    take, give_back = pool.take, pool.give_back
+    launch, names = launcher(launch_of(reduction)), [name if name in reduction.tensors else "" for name in POINTERS[:5]]
 
     def run(out: torch.Tensor, tensors: dict[str, Any]) -> None:
-        index = out.get_device()
-        call = take(index)
-        fields = call.fields
-        for field, name in inputs:
-            fields[field] = tensors[name].data_ptr()
-        fields[_OUT] = out.data_ptr()
-        call.config.stream = stream = stream_of(index)
-        if blocks > 1:
-            fields[_MAIL] = words_of_stream("reduction", MAIL_WORDS, EMPTY, index, stream).data_ptr()
-        driver.launch(call, index, "launching reduction_kernel")
-        give_back(call)
+        inputs = [tensors[name].data_ptr() if name else 0 for name in names]
+        launch(out.get_device(), [*inputs, out.data_ptr()])
 
     return run
 
 
-def blocks_of(reduction: Reduction) -> int:
-    """Blocks of the launch; they depend on nothing but the rows, so the sum has the same bits on every device."""
-    return min(MOST_BLOCKS, -(-reduction.rows // ROWS_PER_BLOCK))
+def launch_of(reduction: Reduction) -> OwnLaunch:
+    """The launch of the kernel.
 
-
-def pack(reduction: Reduction) -> bytes:
-    """The kernel's parameter with zeros for the pointers."""
-    pointers = [0] * len(POINTERS)
-    return struct.pack(f"={len(POINTERS) + 3}q", *pointers, reduction.rows, reduction.classes, reduction.ignore_index)
+    Its blocks depend on nothing but the rows, so the sum has the same bits on every device.
+    """
+    blocks = min(MOST_BLOCKS, -(-reduction.rows // ROWS_PER_BLOCK))
+    numbers = reduction.rows, reduction.classes, reduction.ignore_index
+    # The kernel of the total follows the loss kernel, and waits itself before it reads the losses.
+    return OwnLaunch(
+        source(reduction), NAME, POINTERS, numbers, blocks, THREADS, waits=reduction.result is not None,
+        words=MAIL_WORDS if blocks > 1 else 0, empty=EMPTY,
+    )  # fmt: skip
 
 
 def source(reduction: Reduction) -> str:

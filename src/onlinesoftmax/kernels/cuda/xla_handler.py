@@ -307,11 +307,8 @@ def load(launch: Launch, device: int) -> Start:
     function = driver.load_function(launch.cubin, launch.name, device, dynamic, cluster)
     library = driver.library_for_xla()
 
-    def new_call(index: int) -> driver.Arguments:
-        return driver.Arguments(launch.values, driver.launch_config(*launch.config), function, library)
-
-    pool, places, size, empty = driver.ArgumentPool(new_call), launch.fields, launch.mail_bytes, launch.empty
-    take, give_back = pool.take, pool.give_back
+    places, size, empty = launch.fields, launch.mail_bytes, launch.empty
+    kept: list[driver.Arguments] = []
     fill = library.cuMemsetD8Async
 
     def enqueue(addresses: Sequence[int], stream: int, call: driver.Arguments) -> int:
@@ -320,7 +317,11 @@ def load(launch: Launch, device: int) -> Start:
         return status or call.launch()
 
     def start(addresses: Sequence[int], stream: int) -> None:
-        call = take(device)
+        # list.pop is atomic, so no two threads get the same arguments.
+        try:
+            call = kept.pop()
+        except IndexError:
+            call = driver.Arguments(launch.values, driver.launch_config(*launch.config), function, library)
         fields = call.fields
         for place, address in zip(places, launch.with_mail(addresses), strict=True):
             fields[place] = address
@@ -330,7 +331,7 @@ def load(launch: Launch, device: int) -> Start:
             # A thread may have no context, or that of the device of the program before.
             driver.make_current(device)
             status = enqueue(addresses, stream, call)
-        give_back(call)
+        kept.append(call)
         driver.check(status, f"launching {launch.name} in a program of XLA")
 
     return start

@@ -8,16 +8,16 @@ from functools import lru_cache
 import torch
 
 from ...core.plan_log import Kind, note_plan
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...kernels.cuda.launch import launcher
 from ...sampling.kernels.which_kernel import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.gradients import adjacent
+from ...torch.prepare import DTYPE_NAMES, on_device
 from ..results import Routed
 from ..rules import Call, Gradients, LossGradients, Rule
 from .gradient import Shape, flags_of, launch_of, shape_of
-from .route_launch import dtype_of, width_of
+from .route_launch import width_of
 from .source import MOST_TOKENS
 
 Tensor = torch.Tensor
@@ -26,8 +26,8 @@ Tensor = torch.Tensor
 def gradient(call: Call, found: Routed, given: Gradients, losses: LossGradients | None = None) -> Tensor | None:
     """The gradient of the logits of a call on a GPU, as run.gradient_of; None if no kernel takes it."""
     x = adjacent(call.x)
-    index = x.get_device()
-    if refusal(dtype_of(x), len(x), from_torch("cuda", index)) or len(x) > MOST_TOKENS:
+    index, dtype = x.get_device(), DTYPE_NAMES[x.dtype]
+    if refusal(dtype, len(x), from_torch("cuda", index)) or len(x) > MOST_TOKENS:
         return None
     given, losses = readable(call, found, given, losses)
     given = Gradients(*(None if t is None else t.contiguous() for t in given))
@@ -35,7 +35,7 @@ def gradient(call: Call, found: Routed, given: Gradients, losses: LossGradients 
     if given.prob_sums is not None and given.prob_sums.data_ptr() % 16:
         width = 1
     flags = flags_of(call, given, losses)
-    run = _run_of(call.rule, dtype_of(x), width, flags, len(x), x.stride(0), call.sequences, index)
+    run = _run_of(call.rule, dtype, width, flags, len(x), x.stride(0), call.sequences, index)
     return run(call._replace(x=x), found, given, losses)
 
 
@@ -81,20 +81,11 @@ def addresses(call: Call, found: Routed, given: Gradients, losses: LossGradients
 def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:
     """`gradient` by a kernel; the arguments are those of cuda.bind."""
     device = from_torch("cuda", index)
-    pool = argument_pool(launch_of(shape, rule, stride, count // sequences, sequences, device))
+    launch = launcher(launch_of(shape, rule, stride, count // sequences, sequences, device))
 
     def run(call: Call, found: Routed, given: Gradients, losses: LossGradients | None) -> Tensor:
-        if torch.cuda.current_device() != index:
-            # The default stream is that of the current device.
-            with torch.cuda.device(index):
-                return run(call, found, given, losses)
         dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-        launch = pool.take(index)
-        for i, address in enumerate(addresses(call, found, given, losses, dx)):
-            launch.fields[i] = address
-        launch.config.stream = torch._C._cuda_getCurrentRawStream(index)
-        driver.launch(launch, index, "launching route_gradient_kernel")
-        pool.give_back(launch)
+        launch(index, addresses(call, found, given, losses, dx))
         return dx
 
-    return run
+    return on_device(run, torch.device("cuda", index))

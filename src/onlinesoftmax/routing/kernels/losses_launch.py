@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import torch
 
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...kernels.cuda.launch import launcher
 from ...sampling.kernels.which_kernel import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from .losses import KERNEL, MOST_READ, POINTERS, Shape, shape_of
+from ...torch.prepare import DTYPE_NAMES, on_device
+from .losses import KERNEL, MOST_READ, Shape, shape_of
 from .source import bits_of
 
 Tensor = torch.Tensor
@@ -26,7 +26,7 @@ def numbers_of(counts: Tensor, values: Tensor, factor: float) -> tuple[int, ...]
 
 def takes(counts: Tensor, values: Tensor) -> bool:
     """True where the kernel takes contiguous counts and sums of probabilities or lse on a GPU."""
-    if refusal(str(values.dtype).removeprefix("torch."), values.numel(), from_torch("cuda", values.get_device())):
+    if refusal(DTYPE_NAMES[values.dtype], values.numel(), from_torch("cuda", values.get_device())):
         return False
     few = max(counts.numel(), values.numel()) <= MOST_READ and counts.numel() > 0
     return few and values.dtype == torch.float32 and counts.dtype == torch.int32 and not values.data_ptr() % 16
@@ -50,19 +50,11 @@ def loss(counts: Tensor, values: Tensor, factor: float, z_loss: bool) -> tuple[T
 def _bound(
     shape: Shape, numbers: tuple[int, ...], index: int
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:  # fmt: skip
-    pool = argument_pool(KERNEL.launch(shape, numbers, 1))
+    launch = launcher(KERNEL.launch(shape, numbers, 1))
 
     def run(counts: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if torch.cuda.current_device() != index:
-            # The default stream is that of the current device.
-            with torch.cuda.device(index):
-                return run(counts, values)
         found, slopes = values.new_empty(()), torch.empty_like(values)
-        call = pool.take(index)
-        call.fields[: len(POINTERS)] = [t.data_ptr() for t in (counts, values, found, slopes)]
-        call.config.stream = torch._C._cuda_getCurrentRawStream(index)
-        driver.launch(call, index, "launching router_loss_kernel")
-        pool.give_back(call)
+        launch(index, [t.data_ptr() for t in (counts, values, found, slopes)])
         return found, slopes
 
-    return run
+    return on_device(run, torch.device("cuda", index))

@@ -8,14 +8,14 @@ from functools import lru_cache
 import torch
 
 from ...core.plan_log import Kind, note_plan
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool, words_of_stream
+from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.gradients import adjacent
+from ...torch.prepare import DTYPE_NAMES, on_device
 from ..results import Losses, Routed, with_losses
 from ..rules import Call, Rule
-from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, width_at, words_of
+from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, width_at
 
 Tensor = torch.Tensor
 
@@ -36,20 +36,17 @@ def run_of(call: Call) -> Run | None:
     Its logits are aligned as those of the call are, and adjacent in memory; its bias begins on 16 bytes.
     """
     x = adjacent(call.x)
-    index = x.get_device()
-    if refusal_of(call.rule, dtype_of(x), len(x), call.prob_sums, from_torch("cuda", index)):
+    index, dtype = x.get_device(), DTYPE_NAMES[x.dtype]
+    if refusal_of(call.rule, dtype, len(x), call.prob_sums, from_torch("cuda", index)):
         return None
-    return _run_of(call.rule, dtype_of(x), width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
-
-
-def dtype_of(x: Tensor) -> str:
-    """The dtype of a tensor as kernels have it."""
-    return str(x.dtype).removeprefix("torch.")
+    return _run_of(
+        call.rule, DTYPE_NAMES[x.dtype], width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index
+    )
 
 
 def width_of(x: Tensor) -> int:
     """Logits that one instruction loads: each row begins on as many bytes."""
-    return width_at(dtype_of(x), x.shape[1] | x.stride(0) | x.data_ptr() // x.element_size())
+    return width_at(DTYPE_NAMES[x.dtype], x.shape[1] | x.stride(0) | x.data_ptr() // x.element_size())
 
 
 @lru_cache(MOST_ENTRIES)
@@ -78,34 +75,19 @@ def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, inde
     parts = parts_of(shape, tokens, sequences, from_torch("cuda", index))
     sums, losses = ("COUNTS" in shape.flags, "PROB_SUMS" in shape.flags), "LOSSES" in shape.flags
     slopes = -(-experts // 4) * 4 + 1
-    words = words_of(shape, rule, sequences, parts)
-    words = 1 << (words - 1).bit_length() if words else 0
-    stream_of = torch._C._cuda_getCurrentRawStream
-
-    pool = argument_pool(launch_of(shape, rule, stride, tokens, sequences, parts))
+    launch = launcher(launch_of(shape, rule, stride, tokens, sequences, parts))
 
     def run(x: Tensor, bias: Tensor | None, mask: Tensor | None, indices: Tensor | None) -> Routed:
-        if torch.cuda.current_device() != index:
-            # The default stream is that of the current device.
-            with torch.cuda.device(index):
-                return run(x, bias, mask, indices)
         new = x.new_empty
         weights, chosen = new((count, k), dtype=torch.float32), new((count, k), dtype=torch.int32)
         lse = new(count, dtype=torch.float32)
         counts = new((sequences, experts), dtype=torch.int32) if sums[0] else None
         prob_sums = new((sequences, experts), dtype=torch.float32) if sums[1] else None
-        stream = stream_of(index)
-        mail = words_of_stream("route", words, 0, index, stream) if words else None
-        call = pool.take(index)
         # Two tensors, as autograd takes views of one for changes of it.
         of_losses = [new(size, dtype=torch.float32) for size in ((), (), slopes)] if losses else (None, None, None)
-        operands = (x, bias, mask, indices, weights, chosen, lse, counts, prob_sums, *of_losses, mail)
-        for i, t in enumerate(operands):
-            call.fields[i] = 0 if t is None else t.data_ptr()
-        call.config.stream = stream
-        driver.launch(call, index, "launching route_kernel")
-        pool.give_back(call)
+        tensors = x, bias, mask, indices, weights, chosen, lse, counts, prob_sums, *of_losses
+        launch(index, [0 if t is None else t.data_ptr() for t in tensors])
         found = Routed(weights, chosen, counts, prob_sums, lse)
         return with_losses(found, Losses(*of_losses)) if losses else found
 
-    return run
+    return on_device(run, torch.device("cuda", index))

@@ -303,7 +303,8 @@ def words_of(shape: Shape, rule: Rule, sequences: int, parts: int) -> int:
 def launch_of(shape: Shape, rule: Rule, stride: int, tokens: int, sequences: int, parts: int) -> OwnLaunch:
     """The launch of a kernel; the arguments are those of `numbers_of`, and the number of sequences."""
     numbers = numbers_of(shape, rule, stride, tokens, parts)
-    return KERNEL.launch(shape, numbers, sequences * parts, dynamic_bytes(shape, rule))
+    words = words_of(shape, rule, sequences, parts)
+    return KERNEL.launch(shape, numbers, sequences * parts, dynamic_bytes(shape, rule), words)
 
 
 def bits_of(x: float) -> int:

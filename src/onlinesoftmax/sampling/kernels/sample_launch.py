@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from ...core.plan_log import Kind, note_plan
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...core.view import contiguous_strides
+from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import allocator
+from ...torch.prepare import DTYPE_NAMES, allocator
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered_launch
-from .source import ABSENT, KERNEL, MOST_TOP, NARROW, NUMBERS, POINTERS, Shape, bits_of, shape_of, slice_of
-from .unfiltered_launch import Run
+from .source import ABSENT, KERNEL, MOST_TOP, NARROW, Shape, shape_of, slice_of
+from .unfiltered_launch import WORD_OF, Run, fields_of
 from .which_kernel import is_unfiltered, refusal
 
 Tensor = torch.Tensor
-
-NARROW_DTYPES = torch.int32, torch.float32
-"""The dtypes of filters of 32 bits that the kernel reads, besides int64 and float64."""
 
 
 def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled | None:
@@ -53,14 +49,14 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
     """
     if is_unfiltered(parameters.filters, top):
         return unfiltered_launch.bind(scores, rows, raw)
-    launch = launcher(scores, parameters, raw, top)
+    launch = launch_of(scores, parameters, raw, top)
     return None if launch is None else _bound(launch, rows, top, scores.get_device())
 
 
-Launch = Callable[[Tensor, Any, Any, Any, tuple[Any, Any, Any], tuple[int, ...]], None]
+Launch = Callable[[Tensor, Any, Any, Any, tuple[Any, Any, Any], Sequence[int]], None]
 
 
-def launcher(scores: Tensor, parameters: Parameters, raw: bool, top: int, each: int = 1) -> Launch | None:
+def launch_of(scores: Tensor, parameters: Parameters, raw: bool, top: int, each: int = 1) -> Launch | None:
     """The function launch(x, temperature, seed, offset, filters, results) that launches sample.cuh; None if none does.
 
     The GPU is the current one.  The arguments are those of the function of `bind`, and the addresses of the results:
@@ -70,7 +66,7 @@ def launcher(scores: Tensor, parameters: Parameters, raw: bool, top: int, each: 
         scores, parameters, raw, top: As for `bind`.
         each: So many adjacent rows share their parameters, and each has the next offset.
     """
-    (count, cols), dtype = scores.shape, str(scores.dtype).removeprefix("torch.")
+    (count, cols), dtype = scores.shape, DTYPE_NAMES[scores.dtype]
     device = from_torch("cuda", scores.get_device())
     if refusal(dtype, count, device) or scores.stride(1) != 1 or top > MOST_TOP:
         return None
@@ -79,39 +75,22 @@ def launcher(scores: Tensor, parameters: Parameters, raw: bool, top: int, each: 
     if shape is None:
         return None
     numbers = scores.stride(0), cols, slice_of(cols, shape.cluster), parameters.first, raw, top, each
-    return _launcher(shape, count, numbers, scores.get_device())
+    return _launch_of(shape, count, numbers, scores.get_device())
 
 
 @lru_cache(MOST_ENTRIES)
-def _launcher(shape: Shape, count: int, numbers: tuple[int, ...], index: int) -> Launch:
-    """`launcher` of rows with these numbers, those of NUMBERS from stride to each."""
+def _launch_of(shape: Shape, count: int, numbers: tuple[int, ...], index: int) -> Launch:
+    """`launch_of` rows with these numbers, those of NUMBERS from stride to each."""
     plan = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row"
     kind = Kind("sample", (count, numbers[1]), shape.dtype, f"cuda:{index}")
     note_plan(kind, plan, "filters are given, tokens are listed, or drafts are verified")
-    stream_of = torch._C._cuda_getCurrentRawStream
-    pool = argument_pool(KERNEL.launch(shape, (*numbers, *ABSENT[1:]), count, shape.dynamic_bytes))
-    take, give_back = pool.take, pool.give_back
+    own = launcher(KERNEL.launch(shape, (*numbers, *ABSENT[1:]), count, shape.dynamic_bytes))
 
     def launch(
-        x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], results: tuple[int, ...]
+        x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], results: Sequence[int]
     ) -> None:
-        call = take(index)
-        fields = call.fields
-        fields[0] = x.data_ptr()
-        narrow = 0
-        operands = temperature, *filters, seed, offset
-        for value, (at, number, word_of, flag) in zip(operands, _OPERANDS, strict=True):
-            if isinstance(value, Tensor):
-                fields[at] = value.data_ptr()
-                narrow |= flag if flag and value.dtype in NARROW_DTYPES else 0
-            else:
-                fields[at], fields[number] = 0, word_of(value)
-        fields[_NARROW] = narrow
-        for i, address in enumerate(results, _FIRST_RESULT):
-            fields[i] = address
-        call.config.stream = stream_of(index)
-        driver.launch(call, index, "launching sample_kernel")
-        give_back(call)
+        operands, words = fields_of(_OPERANDS, (temperature, *filters, seed, offset))
+        own(index, [x.data_ptr(), *operands, *results], words)
 
     return launch
 
@@ -119,20 +98,17 @@ def _launcher(shape: Shape, count: int, numbers: tuple[int, ...], index: int) ->
 @lru_cache(MOST_ENTRIES)
 def _bound(launch: Launch, rows: tuple[int, ...], top: int, index: int) -> Run:
     """`bind` of rows that a function launches sample.cuh for."""
-    listed = (*rows, top)
-    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
-    current_device = torch._C._cuda_getDevice
-    new = allocator(torch.device("cuda", index))
+    device, listed = torch.device("cuda", index), (*rows, top)
+    new, new_list = (partial(allocator(device), shape, contiguous_strides(shape)) for shape in (rows, listed))
     whole, real = torch.int64, torch.float32
+    current_device = torch._C._cuda_getDevice
 
     def run(x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any]) -> Sampled:
         if current_device() != index:
-            # The default stream is that of the current device.
             with torch.cuda.device(index):
                 return run(x, temperature, seed, offset, filters)
-        token, kept, valid = new(rows, steps, whole), new(rows, steps, whole), new(rows, steps, torch.bool)
-        logprob, lse = new(rows, steps, real), new(rows, steps, real)
-        tops = (new(listed, list_steps, whole), new(listed, list_steps, real)) if top else (None, None)
+        token, kept, valid, logprob, lse = new(whole), new(whole), new(torch.bool), new(real), new(real)
+        tops = (new_list(whole), new_list(real)) if top else (None, None)
         results = *[0 if t is None else t.data_ptr() for t in (token, logprob, lse, kept, valid, *tops)], 0, 0
         launch(x, temperature, seed, offset, filters, results)
         return Sampled(token, logprob, lse, kept, valid, *tops)
@@ -140,23 +116,4 @@ def _bound(launch: Launch, rows: tuple[int, ...], top: int, index: int) -> Run:
     return run
 
 
-_FIRST_RESULT, _NARROW = POINTERS.index("token"), len(POINTERS) + NUMBERS.index("narrow")
-
-WORD_OF: dict[str, Callable[[Any], int]] = {
-    "temperature": lambda t: bits_of(t, "<f"),
-    "top_k": lambda k: k or 0,
-    "top_p": lambda p: bits_of(1.0 if p is None else p, "<d"),
-    "min_p": lambda p: bits_of(p or 0.0, "<d"),
-    "seed": int,
-    "offset": int,
-}
-"""The 64-bit word that the kernel gets of an operand that is a number, or None for a filter that is not given."""
-
-_OPERANDS = [
-    (POINTERS.index(name), _NARROW + 1 + i, word_of, NARROW.get(name, 0))
-    for i, (name, word_of) in enumerate(WORD_OF.items())
-]
-"""The fields of each operand as a tensor and as a number, the word of the number, and its flag in `narrow`.
-
-The operands are in the order of the numbers from temperature_bits on.
-"""
+_OPERANDS = [(word_of, NARROW.get(name, 0)) for name, word_of in WORD_OF.items()]

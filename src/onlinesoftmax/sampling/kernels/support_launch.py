@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...kernels.cuda.launch import launcher
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.prepare import allocator
 from ..distribution import support_of
@@ -52,23 +51,17 @@ def with_support(run: Run, top: int, most: int) -> Run:
 @lru_cache(MOST_ENTRIES)
 def _bound(rows: int, width: int, most: int, index: int) -> Callable[[Tensor, Tensor], Support]:
     """`support` of such rows."""
-    pool = argument_pool(KERNEL.launch(Shape(), (rows, width, most), rows))
-    new = allocator(torch.device("cuda", index))
-    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    take, give_back, whole = pool.take, pool.give_back, torch.int64
+    launch = launcher(KERNEL.launch(Shape(), (rows, width, most), rows))
+    device, whole = torch.device("cuda", index), torch.int64
+    new = allocator(device)
+    current_device = torch._C._cuda_getDevice
 
     def run(tokens: Tensor, kept: Tensor) -> Support:
         if current_device() != index:
-            # The default stream is that of the current device.
             with torch.cuda.device(index):
                 return run(tokens, kept)
         token_ids, offsets = new((rows * most,), (1,), whole), new((rows + 1,), (1,), whole)
-        call = take(index)
-        for i, t in enumerate((tokens, kept, token_ids, offsets)):
-            call.fields[i] = t.data_ptr()
-        call.config.stream = stream_of(index)
-        driver.launch(call, index, "launching support_kernel")
-        give_back(call)
+        launch(index, [t.data_ptr() for t in (tokens, kept, token_ids, offsets)])
         return Support(token_ids, offsets)
 
     return run

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
 from ...core.plan_log import Kind, note_plan
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...core.view import contiguous_strides
+from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import allocator
+from ...torch.prepare import DTYPE_NAMES, allocator
 from ..results import TopLogprobs
 from . import topk
 from .source import slice_of
@@ -37,7 +36,7 @@ def bind(rows: Tensor, shape: tuple[int, ...], k: int, dim: int, with_target: bo
         dim: Where the dimension of the tokens lies among those of the rows.
         with_target: True where a target is given.
     """
-    (count, cols), index, dtype = rows.shape, rows.get_device(), str(rows.dtype).removeprefix("torch.")
+    (count, cols), index, dtype = rows.shape, rows.get_device(), DTYPE_NAMES[rows.dtype]
     device = from_torch("cuda", index)
     if k > topk.MOST or cols >= 1 << 31 or refusal(dtype, count, device) or rows.stride(1) != 1:
         return None
@@ -54,32 +53,23 @@ def _bound(
     """`bind` of rows with these numbers, in the order of NUMBERS."""
     kind = Kind("topk_logprobs", (count, numbers[1]), shape.dtype, f"cuda:{index}")
     note_plan(kind, f"topk.cuh, {shape.cluster} x {shape.threads} threads for a row", f"k is {numbers[-1]}")
-    listed = (*rows, numbers[-1])
-    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
-    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    last = dim == len(rows)
-
-    pool = argument_pool(topk.KERNEL.launch(shape, numbers, count, shape.dynamic_bytes))
-    new = allocator(torch.device("cuda", index))
-    take, give_back, real, whole = pool.take, pool.give_back, torch.float32, torch.int64
+    device, listed, last = torch.device("cuda", index), (*rows, numbers[-1]), dim == len(rows)
+    new, new_list = (partial(allocator(device), size, contiguous_strides(size)) for size in (rows, listed))
+    launch = launcher(topk.KERNEL.launch(shape, numbers, count, shape.dynamic_bytes))
+    real, whole = torch.float32, torch.int64
+    current_device = torch._C._cuda_getDevice
 
     def run(x: Tensor, target: Tensor | None) -> TopLogprobs:
         if current_device() != index:
-            # The default stream is that of the current device.
             with torch.cuda.device(index):
                 return run(x, target)
-        values, logprobs = new(listed, list_steps, real), new(listed, list_steps, real)
-        indices, lse, own, rank = new(listed, list_steps, whole), new(rows, steps, real), None, None
-        call = take(index)
-        fields = call.fields
-        fields[0], fields[2], fields[3] = x.data_ptr(), values.data_ptr(), indices.data_ptr()
-        fields[4], fields[5] = logprobs.data_ptr(), lse.data_ptr()
+        values, indices, logprobs, lse = new_list(real), new_list(whole), new_list(real), new(real)
+        own, rank, of_target, of_results = None, None, 0, (0, 0)
         if target is not None:
-            own, rank = new(rows, steps, real), new(rows, steps, whole)
-            fields[1], fields[6], fields[7] = target.data_ptr(), own.data_ptr(), rank.data_ptr()
-        call.config.stream = stream_of(index)
-        driver.launch(call, index, "launching topk_kernel")
-        give_back(call)
+            own, rank = new(real), new(whole)
+            of_target, of_results = target.data_ptr(), (own.data_ptr(), rank.data_ptr())
+        listed = values.data_ptr(), indices.data_ptr(), logprobs.data_ptr(), lse.data_ptr()
+        launch(index, [x.data_ptr(), of_target, *listed, *of_results])
         if not last:
             values, indices, logprobs = values.movedim(-1, dim), indices.movedim(-1, dim), logprobs.movedim(-1, dim)
         return TopLogprobs(values, indices, logprobs, own, rank, lse)

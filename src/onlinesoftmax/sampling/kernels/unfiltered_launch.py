@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from ...core.plan_log import Kind, note_plan
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...core.view import contiguous_strides
+from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import allocator
+from ...torch.prepare import DTYPE_NAMES, allocator
 from ..results import Sampled
 from .source import bits_of, slice_of
-from .unfiltered import KERNEL, POINTERS, Shape, shape_of
+from .unfiltered import KERNEL, Shape, shape_of
 from .which_kernel import refusal
 
 Tensor = torch.Tensor
@@ -43,7 +42,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
         raw: As for `sample` in run.py.
     """
     count, cols = scores.shape
-    index, dtype = scores.get_device(), str(scores.dtype).removeprefix("torch.")
+    index, dtype = scores.get_device(), DTYPE_NAMES[scores.dtype]
     device = from_torch("cuda", index)
     if refusal(dtype, count, device) or scores.stride(1) != 1:
         return None
@@ -58,43 +57,65 @@ def _bound(shape: Shape, rows: tuple[int, ...], count: int, stride: int, cols: i
     """`bind` of rows of these properties."""
     plan = f"unfiltered.cuh, {shape.cluster} x {shape.threads} threads for a row"
     note_plan(Kind("sample", (count, cols), shape.dtype, f"cuda:{index}"), plan, "no filter is given")
-    steps = tuple(math.prod(rows[i + 1 :]) for i in range(len(rows)))
-    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
     numbers = stride, cols, slice_of(cols, shape.cluster), 0, 0, 0
-    pool = argument_pool(KERNEL.launch(shape, numbers, count, shape.dynamic_bytes))
-    new = allocator(torch.device("cuda", index))
-    take, give_back = pool.take, pool.give_back
+    launch = launcher(KERNEL.launch(shape, numbers, count, shape.dynamic_bytes))
+    device = torch.device("cuda", index)
+    new = partial(allocator(device), rows, contiguous_strides(rows))
+    current_device = torch._C._cuda_getDevice
 
-    def run(
-        x: Tensor, temperature: Tensor | float, seed: Tensor | int, offset: Tensor | int, filters: tuple[Any, Any, Any]
-    ) -> Sampled:  # fmt: skip
+    def run(x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any]) -> Sampled:
         if current_device() != index:
-            # The default stream is that of the current device.
             with torch.cuda.device(index):
                 return run(x, temperature, seed, offset, filters)
-        token, kept, valid = new(rows, steps, _WHOLE), new(rows, steps, _WHOLE), new(rows, steps, _FLAG)
-        logprob, lse = new(rows, steps, _REAL), new(rows, steps, _REAL)
-        call = take(index)
-        fields = call.fields
-        fields[0] = x.data_ptr()
-        if isinstance(temperature, Tensor):
-            fields[1] = temperature.data_ptr()
-        else:
-            fields[1], fields[_NUMBER] = 0, bits_of(temperature, "<f")
-        for i, value in (2, seed), (3, offset):
-            if isinstance(value, Tensor):
-                fields[i] = value.data_ptr()
-            else:
-                fields[i], fields[_NUMBER - 1 + i] = 0, value
-        fields[4], fields[5], fields[6] = token.data_ptr(), logprob.data_ptr(), lse.data_ptr()
-        fields[7], fields[8] = kept.data_ptr(), valid.data_ptr()
-        call.config.stream = stream_of(index)
-        driver.launch(call, index, "launching unfiltered_kernel")
-        give_back(call)
+        token, kept, valid, logprob, lse = new(_WHOLE), new(_WHOLE), new(_FLAG), new(_REAL), new(_REAL)
+        operands, (_, *numbers) = fields_of(_OPERANDS, (temperature, seed, offset))
+        results = [t.data_ptr() for t in (token, logprob, lse, kept, valid)]
+        launch(index, [x.data_ptr(), *operands, *results], numbers)
         return Sampled(token, logprob, lse, kept, valid, None, None, None)
 
     return run
 
 
-_NUMBER = len(POINTERS) + 3
 _WHOLE, _REAL, _FLAG = torch.int64, torch.float32, torch.bool
+
+NARROW_DTYPES = torch.int32, torch.float32
+"""The dtypes of filters of 32 bits that kernels read, besides int64 and float64."""
+
+_bits_of = lru_cache(256)(bits_of)
+
+WORD_OF: dict[str, Callable[[Any], int]] = {
+    "temperature": lambda t: _bits_of(t, "<f"),
+    "top_k": lambda k: k or 0,
+    "top_p": lambda p: _bits_of(1.0 if p is None else p, "<d"),
+    "min_p": lambda p: _bits_of(p or 0.0, "<d"),
+    "seed": int,
+    "offset": int,
+}
+"""The 64-bit word that a kernel gets of an operand that is a number, or None for a filter that is not given."""
+
+_OPERANDS = [(WORD_OF[name], 0) for name in ("temperature", "seed", "offset")]
+
+_NUMBERS = {int, float, type(None)}
+
+
+def fields_of(
+    operands: Sequence[tuple[Callable[[Any], int], int]], values: tuple[Any, ...]
+) -> tuple[list[int], list[int]]:  # fmt: skip
+    """The addresses of operands, 0 for a number; and the flags of those that are narrow, then their words as numbers.
+
+    Args:
+        operands: A function of WORD_OF for each operand, and its flag if the kernel reads it in NARROW_DTYPES too.
+        values: The operands.
+    """
+    addresses, numbers = [], [0]
+    for value, (word_of, flag) in zip(values, operands, strict=True):
+        # isinstance with Tensor takes ten times as long.
+        if type(value) in _NUMBERS:
+            addresses.append(0)
+            numbers.append(word_of(value))
+        else:
+            addresses.append(value.data_ptr())
+            numbers.append(0)
+            if flag and value.dtype in NARROW_DTYPES:
+                numbers[0] |= flag
+    return addresses, numbers

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from ...core.plan_log import Kind, note_plan
-from ...kernels.cuda import driver
-from ...kernels.cuda.launch import argument_pool
+from ...core.view import contiguous_strides
+from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import allocator
+from ...torch.prepare import DTYPE_NAMES, allocator
 from ..results import Verified
 from ..rules import Parameters
-from .sample_launch import WORD_OF, Launch, launcher
+from .sample_launch import Launch, launch_of
 from .source import slice_of
-from .unfiltered_launch import is_aligned
-from .verify import KERNEL, NUMBERS, POINTERS, Shape, shape_of
+from .unfiltered_launch import WORD_OF, fields_of, is_aligned
+from .verify import KERNEL, MODEL, NUMBERS, Shape, shape_of
 
 Tensor = torch.Tensor
 
@@ -42,9 +42,9 @@ def bind(models: list[Tensor], rows: tuple[int, ...], n: int, parameters: Parame
     """
     # Without drafts, those of the draft model are empty.
     models = models[: 1 + (n > 0)]
-    launches = [launcher(x, parameters, False, 1, each) for x, each in zip(models, (n + 1, n), strict=False)]
+    launches = [launch_of(x, parameters, False, 1, each) for x, each in zip(models, (n + 1, n), strict=False)]
     target = models[0]
-    index, dtype, cols = target.get_device(), str(target.dtype).removeprefix("torch."), target.shape[1]
+    index, dtype, cols = target.get_device(), DTYPE_NAMES[target.dtype], target.shape[1]
     if None in launches:
         return None
     aligned = all(map(is_aligned, models))
@@ -62,54 +62,38 @@ def _bound(
     count, n = math.prod(rows), numbers[4]
     kind = Kind("verify", (count, n + 1, numbers[2]), shape.dtype, f"cuda:{index}")
     note_plan(kind, f"verify.cuh, {shape.cluster} x {shape.threads} threads for a row", "the drafts are on a GPU")
-    listed = (*rows, n + 1)
-    steps, list_steps = (tuple(math.prod(each[i + 1 :]) for i in range(len(each))) for each in (rows, listed))
-    stream_of, current_device = torch._C._cuda_getCurrentRawStream, torch._C._cuda_getDevice
-    pool = argument_pool(KERNEL.launch(shape, numbers, count))
-    new = allocator(torch.device("cuda", index))
-    take, give_back, whole, real = pool.take, pool.give_back, torch.int64, torch.float32
+    device, listed = torch.device("cuda", index), (*rows, n + 1)
+    allocate = allocator(device)
+    new, new_list = (partial(allocate, shape, contiguous_strides(shape)) for shape in (rows, listed))
+    launch_verify = launcher(KERNEL.launch(shape, numbers, count))
+    whole, real = torch.int64, torch.float32
     # Results of the launches of sample.cuh, in one piece of memory.
     places = [_places(count * (n + 1)), _places(count * n)]
     words = (places[0][1] + places[1][1] * shape.draft,)
+    current_device = torch._C._cuda_getDevice
 
     def run(
         target: Tensor, drafts: Tensor, draft: Tensor | None, temperature: Any, seed: Any, offset: Any,
         filters: tuple[Any, Any, Any],
     ) -> Verified:  # fmt: skip
         if current_device() != index:
-            # The default stream is that of the current device.
             with torch.cuda.device(index):
                 return run(target, drafts, draft, temperature, seed, offset, filters)
-        accepted, valid = new(rows, steps, whole), new(rows, steps, torch.bool)
-        tokens, logprobs = new(listed, list_steps, whole), new(listed, list_steps, real)
-        memory = new(words, (1,), whole)
-        call = take(index)
-        fields, begin, at = call.fields, memory.data_ptr(), 0
+        accepted, valid, tokens, logprobs = new(whole), new(torch.bool), new_list(whole), new_list(real)
+        memory = allocate(words, (1,), whole)
+        begin, models = memory.data_ptr(), [0] * 2 * len(MODEL)
         for i, launch in enumerate(launches):
             x: Any = draft if i else target
             offsets, size = places[i]
-            results = tuple([begin + i for i in offsets])
+            results = [begin + place for place in offsets]
             launch(x, temperature, seed, offset, filters, results)
             # The largest token, key, mass and valid.
-            found = x.data_ptr(), results[5], results[7], results[8], results[4]
-            for address in found:
-                fields[at] = address
-                at += 1
+            at = i * len(MODEL)
+            models[at : at + len(MODEL)] = x.data_ptr(), results[5], results[7], results[8], results[4]
             begin += 8 * size
-        min_p = filters[2]
-        operands = temperature, min_p, seed, offset
-        for value, (place, number, word_of) in zip(operands, _OPERANDS, strict=True):
-            if isinstance(value, Tensor):
-                fields[place] = value.data_ptr()
-            else:
-                fields[place], fields[number] = 0, word_of(value)
-        fields[_NARROW] = isinstance(min_p, Tensor) and min_p.dtype == real
-        fields[_SAMPLED], fields[_SAMPLED + 1] = memory.data_ptr(), drafts.data_ptr()
-        for i, t in enumerate((accepted, tokens, logprobs, valid), _ACCEPTED):
-            fields[i] = t.data_ptr()
-        call.config.stream = stream_of(index)
-        driver.launch(call, index, "launching verify_kernel")
-        give_back(call)
+        operands, numbers = fields_of(_OPERANDS, (temperature, filters[2], seed, offset))
+        found = [t.data_ptr() for t in (accepted, tokens, logprobs, valid)]
+        launch_verify(index, [*models, memory.data_ptr(), drafts.data_ptr(), *operands, *found], numbers)
         return Verified(accepted, tokens, logprobs, valid)
 
     return run
@@ -125,10 +109,4 @@ def _places(count: int) -> tuple[tuple[int, ...], int]:
     return tuple([count * i for i in bytes_before]), -(-53 * count // 8)
 
 
-_SAMPLED, _ACCEPTED = POINTERS.index("sampled"), POINTERS.index("accepted")
-_NARROW = len(POINTERS) + NUMBERS.index("narrow")
-_OPERANDS = [
-    (POINTERS.index(name), _NARROW + i, WORD_OF[name])
-    for i, name in enumerate(("temperature", "min_p", "seed", "offset"), 1)
-]
-"""The fields of each operand as a tensor and as a number, and the word of the number."""
+_OPERANDS = [(WORD_OF[name], name == "min_p") for name in ("temperature", "min_p", "seed", "offset")]
