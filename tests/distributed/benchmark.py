@@ -21,6 +21,7 @@ from onlinesoftmax.lab.bench.sharded import peers
 from onlinesoftmax.lab.bench.sharded.measure import run
 from onlinesoftmax.lab.bench.sharded.peers import collectives_of
 from onlinesoftmax.lab.bench.sharded.team import GroupClock, Team
+from onlinesoftmax.lab.bench.timing import Times
 
 SMALL = ("--shape", "6x135", "--dtype", "bfloat16", "--device", "cpu", "--repeat", "1")
 OURS = ("ours", "without-shards", "dtensor", "one-process")
@@ -188,7 +189,7 @@ def the_clock(team: Team) -> None:
         if late:
             torch.rand(300, 300).matmul(torch.rand(300, 300))
 
-    times = GroupClock(team).measure({"": call}, 1)[""].times
+    times = Times.of(GroupClock(team).measure({"": call}, 1)[""])
     number, median = len(calls), times.median_us
     assert team.largest(number, -number, median, -median) == [number, -number, median, -median]
 

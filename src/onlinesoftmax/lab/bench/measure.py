@@ -195,6 +195,15 @@ def check_each(
     return results, calls
 
 
+def judged(
+    case: Case, peer: Peer, call: partial[Any], reason: str | None, error: float, allowed: float | None = None
+) -> tuple[Result, Call]:  # fmt: skip
+    """The result of a call of tensors without times, and the call; the reason says what is wrong with its result."""
+    facts = peer.facts(case, call, call.args[0].device)
+    status, note = "wrong" if reason else "ok", peer.note(case, *call.args)
+    return Result(peer.name, status, reason, error, allowed, analysis=note, **facts), call
+
+
 def check_all(
     case: Case, inputs: Inputs, everybody: Sequence[Peer], agreed: Callable[[Any], Any] = lambda result: result
 ) -> Checked:

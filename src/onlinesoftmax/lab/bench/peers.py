@@ -81,6 +81,10 @@ class Peer:
         """Fields of the result that a call without timing gives: the memory that it takes."""
         return {"extra_bytes": extra_bytes(call, device) if self.in_torch else None}
 
+    def note(self, case: Any, x: Any, *more: Any) -> str:
+        """A note for tables about a case with these tensors: the way of the call, or what it does not return."""
+        return ""
+
     def prepare_out(self, case: Case) -> Function | None:
         """The function of the input and of a tensor that gets the result; None where the library has none."""
         return None

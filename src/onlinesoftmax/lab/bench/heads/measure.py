@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ..check import OTHERS_SLACK
 from ..entries import Measures
-from ..inputs import extra_bytes, lacking
-from ..measure import check_each, with_times
+from ..inputs import lacking
+from ..measure import check_each, judged, with_times
 from ..peers import Peer
 from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
-from ..timing import Call, Clock, Flush, Times
+from ..timing import Call, Flush, Times
 from .cases import HeadCase
-from .peers import TOKENS, OursHead, TorchHead
-from .reference import Sample, errors, sample_of
+from .peers import TOKENS, TorchHead
+from .reference import errors, sample_of
 
 KIND: Measures = "head time"
 
@@ -68,31 +68,31 @@ def bare_products(x: Any, weight: Any) -> tuple[Call, Call]:
     return three, four
 
 
-def measure(case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `Kind.measure`."""
+def measure(
+    case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Any,
+    agreed: Callable[[Any], Any] = lambda result: result,
+) -> CaseResult:  # fmt: skip
+    """Measure a case in all ways; as `Kind.measure`.
+
+    With several processes, the clock is that of the group, and `agreed` makes one result of theirs.
+    """
     inputs = make_head(case, device)
     sample = sample_of(case, *inputs)
     allowed = errors(sample, TorchHead(device.type).prepare(case)(*inputs))
-    results, calls = check_each(case, everybody, lambda peer: _checked(case, peer, inputs, sample, allowed))
+
+    def check(peer: Peer) -> tuple[Result, Call]:
+        call = partial(peer.prepare(case), *peer.arguments(case, inputs))
+        found = errors(sample, peer.whole(case, call()))
+        reason = wrong(case, found, allowed, getattr(peer, "slack", OTHERS_SLACK))
+        return judged(case, peer, call, reason, found[1], allowed[1])
+
+    results, calls = check_each(case, everybody, check, agreed)
     three, four = bare_products(*inputs[:2])
     everything = {**calls, THREE_PRODUCTS: three, FOUR_PRODUCTS: four}
     samples = clock.measure(everything, repeat_ms, Flush(before=three))
     products, again = (Times.of(samples[name]) for name in (THREE_PRODUCTS, FOUR_PRODUCTS))
     results = with_times(results, samples, lambda _, us: {"of_products": us / products.median_us})
     return CaseResult(case, results=results, measures=KIND, three_products=products, four_products=again)
-
-
-def _checked(
-    case: HeadCase, peer: Peer, inputs: tuple[Any, ...], sample: Sample, allowed: tuple[float, ...]
-) -> tuple[Result, Call]:
-    """The result of a way without times, and its call."""
-    plan = peer.plan(case, *inputs[:2]) if isinstance(peer, OursHead) else ""
-    call = partial(peer.prepare(case), *inputs)
-    found = errors(sample, call())
-    reason = wrong(case, found, allowed, getattr(peer, "slack", OTHERS_SLACK))
-    extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
-    status = "wrong" if reason else "ok"
-    return Result(peer.name, status, reason, found[1], allowed[1], extra_bytes=extra, analysis=plan), call
 
 
 def wrong(case: HeadCase, found: tuple[float, ...], allowed: tuple[float, ...], slack: float) -> str | None:

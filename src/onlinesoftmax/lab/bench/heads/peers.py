@@ -74,7 +74,7 @@ class OursHead(Peer):
             return with_gradients(lambda x, w, target: tuple(function(x, w, target, **given)[:2]))
         return with_gradients(lambda x, w, target: function(x, w, target, **given))
 
-    def plan(self, case: HeadCase, x: Any, weight: Any) -> str:
+    def note(self, case: HeadCase, x: Any, weight: Any = None, *more: Any) -> str:
         """The plan of the call in one line, with its forecast."""
         acc_dtype = self.acc_dtype if case.dtype == self.acc_dtype else None
         asked: dict[str, Any] = {"operation": case.operation, "memory": self.memory(case), "acc_dtype": acc_dtype}

@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from ..entries import Measures
-from ..inputs import extra_bytes, lacking
-from ..measure import check_each, over_one_read
+from ..inputs import lacking
+from ..measure import check_each, judged, over_one_read
 from ..peers import Peer
 from ..result import CaseResult, Result
 from ..timing import Call, Clock
 from .cases import RouteCase
-from .peers import Gate, OursGate
+from .peers import Gate
 from .reference import wrong
 
 FLOAT64_COPIES = 10
@@ -58,7 +58,4 @@ def checked(case: RouteCase, peer: Peer, inputs: tuple[Any, Any]) -> tuple[Resul
     assert isinstance(peer, Gate)
     found = peer.whole(case, call())
     slack, given = peer.rounding(case, inputs[0]), peer.incoming(case, inputs[0], found[1].long())
-    reason, error = wrong(case, *inputs, found, peer.ours, slack, given)
-    extra = extra_bytes(call, inputs[0].device) if peer.in_torch else None
-    note = peer.way(case, *inputs) if isinstance(peer, OursGate) else peer.lacks
-    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=note), call
+    return judged(case, peer, call, *wrong(case, *inputs, found, peer.ours, slack, given))

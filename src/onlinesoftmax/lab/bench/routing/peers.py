@@ -30,6 +30,10 @@ class Gate(Peer):
 
     lacks = ""
 
+    def note(self, case: RouteCase, x: Any, *more: Any) -> str:
+        """A note for tables: what it does not return."""
+        return self.lacks
+
     def rounding(self, case: RouteCase, x: Any) -> float:
         """Relative error that its scores and weights may have beyond float32 roundings."""
         return 0.0
@@ -80,7 +84,7 @@ class OursGate(Gate):
 
     name, module, ours = "ours", "onlinesoftmax", True
 
-    def way(self, case: RouteCase, x: Any, bias: Any) -> str:
+    def note(self, case: RouteCase, x: Any, bias: Any = None) -> str:
         """The kernel of a call and its blocks, or the way without one."""
         given = {name: value for name, value in case.arguments.items() if name not in ("k", "scale")}
         k: int = case.arguments["k"]

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from ..entries import Measures
-from ..inputs import extra_bytes, lacking
-from ..measure import check_each, over_one_read
+from ..inputs import lacking
+from ..measure import check_each, judged, over_one_read
 from ..peers import Peer
 from ..result import CaseResult, Result
 from ..timing import Call, Clock
@@ -62,7 +62,5 @@ def measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: 
 def checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call]:
     """The result of a way without times, and its call."""
     call = partial(peer.prepare(case), x)
-    reason, error = wrong(case, x, call(), peer.seeds(case) if isinstance(peer, OursTokens) else None)
-    extra = extra_bytes(call, x.device) if peer.in_torch else None
-    note = peer.way(case, x) if isinstance(peer, OursTokens) else getattr(peer, "lacks", {}).get(case.asked, "")
-    return Result(peer.name, "wrong" if reason else "ok", reason, error, extra_bytes=extra, analysis=note), call
+    seeds = peer.seeds(case) if isinstance(peer, OursTokens) else None
+    return judged(case, peer, call, *wrong(case, x, call(), seeds))

@@ -27,6 +27,10 @@ class Tokens(Peer):
 
     lacks: ClassVar[dict[str, str]] = {}
 
+    def note(self, case: TokenCase, x: Any, *more: Any) -> str:
+        """A note for tables: what the way does not return."""
+        return self.lacks.get(case.asked, "")
+
     def prepare(self, case: Case) -> Function:
         """The function of the logits."""
         assert isinstance(case, TokenCase)
@@ -48,7 +52,7 @@ class OursTokens(Tokens):
 
         return torch.arange(case.rows, device=self.device_type)
 
-    def way(self, case: TokenCase, x: Any) -> str:
+    def note(self, case: TokenCase, x: Any, *more: Any) -> str:
         """The kernel of a call and its blocks, or the way without one."""
         if case.operation != SAMPLE:
             return ""

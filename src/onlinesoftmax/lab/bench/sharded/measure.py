@@ -11,38 +11,42 @@ import torch
 import torch.distributed as dist
 
 from ..cases import Case
-from ..check import Inputs
+from ..entries import Measures
 from ..inputs import lacks_memory, make_inputs
-from ..measure import Checked, check_all
+from ..measure import check_all, with_times
 from ..result import ALL_REDUCE, COPY_OF_SHARD, CaseResult, Result
+from ..timing import Call, Times
 from .peers import Member
 from .team import GroupClock, Team
 
-Call = Callable[[], Any]
+Measure = Callable[[Any, Sequence[Any], Team, float, GroupClock], CaseResult]
+"""measure(case, ways, team, milliseconds of a measurement, clock) measures a case in all processes of the team."""
 
 
-def run(cases: Iterable[Case], everybody: Sequence[Member], team: Team, repeat_ms: float) -> Iterator[CaseResult]:
+def run(
+    cases: Iterable[Any], everybody: Sequence[Any], team: Team, repeat_ms: float, measure: Measure | None = None,
+    lacks: Callable[[Any, Any], str | None] = lacks_memory, measures: Measures = "sharded time",
+) -> Iterator[CaseResult]:  # fmt: skip
     """Measure the cases, one at a time, in all processes of the team.
 
     Args:
         cases: The cases, with the shapes of the whole inputs.
-        everybody: `OursSharded` and what it is compared with.
+        everybody: Our functions and what they are compared with.
         team: The processes.
         repeat_ms: Milliseconds for each measurement.
+        measure: Function that measures a case; by default that of sharded rows.
+        lacks: As for `Kind`.
+        measures: Name of the kind of measurement.
     """
     clock = GroupClock(team)
     for case in cases:
-        lacking = lacks_memory(case, team.device)
+        lacking = lacks(case, team.device)
         if team.largest(float(lacking is not None))[0]:
-            yield CaseResult(
-                case, skipped=lacking or "another process lacks memory", measures="sharded time", processes=team.size
-            )
+            skipped = lacking or "another process lacks memory"
+            yield CaseResult(case, skipped=skipped, measures=measures, processes=team.size)
             continue
-        inputs = make_inputs(case, team.device)
-        checked = check_all(case, inputs, everybody, partial(agreed, team))
-        yield _timed(case, checked, inputs, team, clock, repeat_ms)
+        yield (measure or measure_rows)(case, everybody, team, repeat_ms, clock)
         # The next case needs the memory.
-        del inputs, checked
         if team.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -58,23 +62,24 @@ def agreed(team: Team, result: Result) -> Result:
     return replace(result, status="failed", reason="another process has a wrong result or an error")
 
 
-def _timed(case: Case, checked: Checked, inputs: Inputs, team: Team, clock: GroupClock, repeat_ms: float) -> CaseResult:
+def measure_rows(
+    case: Case, everybody: Sequence[Member], team: Team, repeat_ms: float, clock: GroupClock
+) -> CaseResult:  # fmt: skip
+    """Measure a case of sharded rows; as `Measure`."""
+    inputs = make_inputs(case, team.device)
+    checked = check_all(case, inputs, everybody, partial(agreed, team))
     shard = team.part(case, inputs[0])
     target, numbers = torch.empty_like(shard), torch.zeros(case.rows, device=team.device)
     yardsticks: dict[str, Call] = {
         COPY_OF_SHARD: lambda: target.copy_(shard),
         ALL_REDUCE: lambda: dist.all_reduce(numbers, group=team.group),
     }
-    timed = clock.measure({**checked.calls, **yardsticks}, repeat_ms)
-    copy, all_reduce = timed[COPY_OF_SHARD].times, timed[ALL_REDUCE].times
-
-    def with_times(result: Result) -> Result:
-        if result.who not in checked.calls:
-            return result
-        times, host_us = timed[result.who]
-        return replace(result, times=times, host_us=host_us, copies=times.median_us / copy.median_us)
-
+    samples, host = clock.measure_with_host({**checked.calls, **yardsticks}, repeat_ms)
+    copy, all_reduce = (Times.of(samples[name]) for name in (COPY_OF_SHARD, ALL_REDUCE))
+    results = with_times(
+        checked.results, samples, lambda r, us: {"host_us": host.get(r.who), "copies": us / copy.median_us}
+    )
     return CaseResult(
-        case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, [with_times(each) for each in checked.results],
-        measures="sharded time", processes=team.size, all_reduce=all_reduce,
+        case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, results, measures="sharded time",
+        processes=team.size, all_reduce=all_reduce,
     )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from math import ceil
@@ -18,7 +18,7 @@ from ....core.processes import gathered
 from ....distributed.shards import Shards
 from ..cases import Case
 from ..check import Inputs
-from ..timing import MOST_FLUSHES, TRIALS, CudaClock, Times, elapsed_us, quiet, rounds
+from ..timing import MOST_FLUSHES, TRIALS, USUAL, Call, CudaClock, Flush, Samples, elapsed_us, quiet, rounds
 
 TIMEOUT = timedelta(minutes=5)
 """Longest wait for another process, which may compile kernels or compute a float64 reference in the meantime."""
@@ -98,18 +98,6 @@ FEWEST, MOST = 7, 300
 """Limits of the number of repetitions."""
 
 
-class Timed(NamedTuple):
-    """The times of one call.
-
-    Attributes:
-        times: Times of the slowest process in each repetition.
-        host_us: Microseconds until the call returns to the host, the slowest process's median; None on a CPU.
-    """
-
-    times: Times
-    host_us: float | None
-
-
 class GroupClock:
     """Times calls that may exchange data between the processes.
 
@@ -126,26 +114,29 @@ class GroupClock:
             self._flush_us = max(1.0, *team.largest(self._clock.flush_us))
             self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"]
 
-    def measure(
-        self, calls: Mapping[str, Callable[[], Any]], budget_ms: float, before: Callable[[], Any] = lambda: None
-    ) -> dict[str, Timed]:
-        """The times of every call, as many as fit into `budget_ms` milliseconds for each call.
+    def measure(self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL) -> Samples:
+        """The times of the slowest process, as many as fit into `budget_ms` milliseconds for each call.
 
-        Every process must pass the same names in the same order.  Before each timed call `before` runs.
+        Every process must pass the same names in the same order.
         """
+        return self.measure_with_host(calls, budget_ms, flush)[0]
+
+    def measure_with_host(
+        self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL
+    ) -> tuple[Samples, dict[str, float]]:  # fmt: skip
+        """The same; and microseconds until a call returns to the host, the slowest process's median, of GPUs."""
         host, whole = self._trial(calls)
         flushes = {name: self._flushes(host[name]) for name in calls}
         each = {name: whole[name] + flushes[name] * self._flush_us for name in calls}
         counts = {name: int(max(FEWEST, min(MOST, 1e3 * budget_ms / each[name]))) for name in calls}
-        samples = self._rounds(calls, counts, flushes, before)
-        slowest = {name: self._team.largest(*found) for name, found in samples.items()}
-        return {name: Timed(Times.of(slowest[name]), host[name] if self._clock else None) for name in calls}
+        samples = self._rounds(calls, counts, flushes, flush.before or (lambda: None))
+        return {name: self._team.largest(*found) for name, found in samples.items()}, host if self._clock else {}
 
     def _flushes(self, host_us: float) -> int:
         """Number of flushes that take longer than the host needs to queue the meeting and a call."""
         return min(MOST_FLUSHES, 1 + ceil(1.5 * (self._meet_us + host_us) / self._flush_us)) if self._clock else 0
 
-    def _trial(self, calls: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, float], dict[str, float]]:
+    def _trial(self, calls: Mapping[str, Call]) -> tuple[dict[str, float], dict[str, float]]:
         """Microseconds until each call returns, and until it is done: the same numbers on every process."""
         host, whole = {}, {}
         for name, call in calls.items():
@@ -164,8 +155,8 @@ class GroupClock:
         return host, whole
 
     def _rounds(
-        self, calls: Mapping[str, Callable[[], Any]], counts: Mapping[str, int], flushes: Mapping[str, int],
-        before: Callable[[], Any],
+        self, calls: Mapping[str, Call], counts: Mapping[str, int], flushes: Mapping[str, int],
+        before: Call,
     ) -> dict[str, list[float]]:  # fmt: skip
         found: dict[str, list[Any]] = {name: [] for name in calls}
         with quiet():
@@ -178,7 +169,7 @@ class GroupClock:
                 gc.collect(0)
         return {name: elapsed_us(pairs) for name, pairs in found.items()} if self._clock else found
 
-    def _timed(self, call: Callable[[], Any], flushes: int) -> Any:
+    def _timed(self, call: Call, flushes: int) -> Any:
         """Microseconds of a call, or the events before and after it."""
         if self._clock is not None:
             return self._clock.timed(call, flushes, meet=self._meet)
