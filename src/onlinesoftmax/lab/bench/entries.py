@@ -8,11 +8,8 @@ from typing import Any, Literal, NamedTuple
 
 from ...ops import FORWARD
 from ..names import Shape
-from .cases import Case
-from .heads.cases import HeadCase
-from .heads.step_cases import StepCase
-from .routing.cases import ROUTE, RouteCase
-from .sampling.cases import ASKED, SAMPLE, DecodeCase, TokenCase
+from .routing.cases import ROUTE
+from .sampling.cases import ASKED, SAMPLE
 
 Measures = Literal[
     "device time",
@@ -25,13 +22,7 @@ Measures = Literal[
     "step time",
     "decoding time",
 ]
-"""Kinds of measurements; `tables.KINDS` has the table of each, and `kinds.KINDS` the ways of those with own cases."""
-
-KINDS_OF_CASES: dict[Measures, type[Case]] = {
-    "head time": HeadCase, "token time": TokenCase, "gate time": RouteCase, "step time": StepCase,
-    "decoding time": DecodeCase,
-}  # fmt: skip
-"""The class of the cases of a kind of measurement, where it is not `Case`."""
+"""Kinds of measurements; `result.FORMS` has what is recorded, `tables.KINDS` the table, `kinds.KINDS` own ways."""
 
 QUICK_MS = 50
 """Milliseconds for each measurement with --quick."""

@@ -121,6 +121,11 @@ def lacks_memory(case: Case, device: Any) -> str | None:
     return lacking(needed, device)
 
 
+def lacks_copies(copies: int, case: Case, device: Any) -> str | None:
+    """The reason why so many copies of the input in float64 do not fit in memory; None where they do."""
+    return lacking(copies * 8 * case.elements, device)
+
+
 def lacking(needed: int, device: Any) -> str | None:
     """The reason why so many bytes do not fit in memory; None where they do."""
     free = _free_bytes(device)

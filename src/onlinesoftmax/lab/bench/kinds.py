@@ -22,7 +22,7 @@ from .timing import Clock
 
 
 class Kind(NamedTuple):
-    """A kind of measurement.  `entries.KINDS_OF_CASES` has the class of its cases, and `tables.KINDS` its table.
+    """A kind of measurement.  `result.FORMS` has the class of its cases, and `tables.KINDS` its table.
 
     Attributes:
         ours: Our usual way.

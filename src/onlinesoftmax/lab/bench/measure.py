@@ -82,7 +82,7 @@ def each_case(
             yield CaseResult(case, skipped=reason, measures=measures)
             continue
         try:
-            yield measure(case)
+            yield replace(measure(case), measures=measures)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise

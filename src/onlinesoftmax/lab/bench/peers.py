@@ -186,19 +186,24 @@ class Compiled(Torch):
     dynamic: bool | None = False
 
     def prepare(self, case: Case) -> Function:
-        """A fresh compilation: after eight shapes of one function dynamo falls back to eager."""
-        import torch
-
-        torch._dynamo.reset()
+        """The compiled function."""
         # PyTorch's own gradients are calls that its compiler does not look into.
         function = formulas.written_out(case) if case.declaration.backward else formulas.own(case.without_gradient)
-        compiled: Function = torch.compile(function, dynamic=self.dynamic)
         # Autograd runs the backward pass that was compiled with the forward pass.
-        return with_gradient(case, compiled)
+        return with_gradient(case, compiled(function, self.dynamic))
 
     def prepare_out(self, case: Case) -> Function | None:
         """Nothing: a compiled function is called without `out=`."""
         return None
+
+
+def compiled(function: Function, dynamic: bool | None = False) -> Function:
+    """A fresh compilation: after eight shapes of one function dynamo falls back to eager."""
+    import torch
+
+    torch._dynamo.reset()
+    found: Function = torch.compile(function, dynamic=dynamic)
+    return found
 
 
 def in_a_row(function: Function, calls: int, between: Function = lambda y: y) -> Function:

@@ -6,14 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from functools import cache
 from math import isfinite, prod
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from ...core.task import ITEMSIZE
 from ...planner.plan import Plan
 from ...planner.variant import ONLY
 from ..names import MOST_ELEMENTS, check_names
 from .cases import MEASURED, Case
-from .entries import KINDS_OF_CASES, Measures
+from .entries import Measures
+from .heads.cases import HeadCase
+from .heads.step_cases import StepCase
+from .routing.cases import RouteCase
+from .sampling.cases import DecodeCase, TokenCase
 from .timing import Against, Times
 
 if TYPE_CHECKING:
@@ -21,15 +26,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
-
-CALLS, SHARDED = ("calls", "state"), ("host_us", "collectives", "sent_row_bytes", "formula_row_bytes")
-HEADS, TOKENS = ("of_products",), ("of_read",)
-
-ONLY_OF: dict[Measures, tuple[str, ...]] = {
-    "device time": (), "host time": CALLS, "first calls": CALLS, "sharded time": SHARDED,
-    "head time": HEADS, "token time": TOKENS, "gate time": TOKENS, "step time": (), "decoding time": (),
-}  # fmt: skip
-"""The fields of a result that only this kind of measurement records; all kinds record the others."""
 
 LARGE = 1 << 20
 """Number of elements from which a CPU spends its time on arithmetic, so that ours is held to a ratio."""
@@ -48,6 +44,38 @@ THREE_PRODUCTS, FOUR_PRODUCTS = "three bare products", "four bare products"
 
 ONE_READ = "one read"
 """Name of the yardstick of sampling and of routing: our logsumexp of the logits."""
+
+
+class Form(NamedTuple):
+    """What a record holds of a kind of measurement.
+
+    Attributes:
+        cases: Class of the cases.
+        fields: The fields of a result that only some kinds record, and this one does.
+        yardsticks: Name in tables of each call beside the libraries, by the field of CaseResult with its times; all
+            kinds have a copy.
+    """
+
+    cases: type[Case] = Case
+    fields: tuple[str, ...] = ()
+    yardsticks: Mapping[str, str] = MappingProxyType({})
+
+
+CALLS = Form(fields=("calls", "state"))
+"""The form of calls that the host times."""
+
+_OVER_ONE_READ: Any = ("of_read",), {"one_read": ONE_READ}
+
+FORMS: dict[Measures, Form] = {
+    "device time": Form(), "host time": CALLS, "first calls": CALLS, "step time": Form(StepCase),
+    "decoding time": Form(DecodeCase), "token time": Form(TokenCase, *_OVER_ONE_READ),
+    "gate time": Form(RouteCase, *_OVER_ONE_READ),
+    "head time": Form(HeadCase, ("of_products",), {"three_products": THREE_PRODUCTS, "four_products": FOUR_PRODUCTS}),
+    "sharded time": Form(
+        Case, ("host_us", "collectives", "sent_row_bytes", "formula_row_bytes"), {"all_reduce": ALL_REDUCE}
+    ),
+}  # fmt: skip
+"""The forms by the kinds of measurements."""
 
 CPU_RATIO, CPU_ADDED_US = 1.03, 5.0
 """The most that our layer may add to PyTorch on a CPU: a ratio from LARGE elements up, microseconds below."""
@@ -123,11 +151,8 @@ class Result:
         """The attributes of a kind of measurement, for JSON; an infinite error becomes null."""
         error = self.error if self.error is not None and isfinite(self.error) else None
         found = {**asdict(self), "error": error, "plan": self.plan.as_dict() if self.plan else None}
-        return {
-            name: value
-            for name, value in found.items()
-            if name not in {*CALLS, *SHARDED, *HEADS, *TOKENS} - {*ONLY_OF[measures]}
-        }
+        of_others = {name for form in FORMS.values() for name in form.fields} - {*FORMS[measures].fields}
+        return {name: value for name, value in found.items() if name not in of_others}
 
 
 @dataclass(frozen=True)
@@ -170,8 +195,8 @@ class CaseResult:
     @property
     def yardsticks(self) -> dict[str, Times]:
         """Times of calls that stand in the table beside the libraries, by name."""
-        found = {COPY_OF_SHARD: self.copy, ALL_REDUCE: self.all_reduce} if self.measures == "sharded time" else {}
-        found |= {THREE_PRODUCTS: self.three_products, FOUR_PRODUCTS: self.four_products, ONE_READ: self.one_read}
+        found = {COPY_OF_SHARD: self.copy} if self.measures == "sharded time" else {}
+        found |= {name: getattr(self, place) for place, name in FORMS[self.measures].yardsticks.items()}
         return {name: times for name, times in found.items() if times is not None}
 
     @property
@@ -190,11 +215,10 @@ class CaseResult:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything but the framework and the kind of measurement, for JSON."""
-        own = asdict(replace(self, results=[]))
-        of_shards = () if self.measures == "sharded time" else ("processes", "all_reduce")
-        of_heads = () if self.measures == "head time" else ("three_products", "four_products")
-        of_tokens = () if ONLY_OF[self.measures] == TOKENS else ("one_read",)
-        for name in ("case", "framework", "measures", *of_shards, *of_heads, *of_tokens):
+        own, own_form = asdict(replace(self, results=[])), FORMS[self.measures]
+        of_others = set() if self.measures == "sharded time" else {"processes"}
+        of_others |= {name for form in FORMS.values() for name in form.yardsticks if name not in own_form.yardsticks}
+        for name in ("case", "framework", "measures", *of_others):
             del own[name]
         results = [result.as_dict(self.measures) for result in self.results]
         return {**self.case.as_dict(), **own, "within_cpu_bound": self.within_cpu_bound, "results": results}
@@ -211,7 +235,7 @@ class CaseResult:
         Raises:
             ValueError: no such case can be measured.
         """
-        kind = KINDS_OF_CASES.get(measures, Case)
+        kind = FORMS[measures].cases
         if kind is Case:
             check_names("operation", [recorded["operation"]], MEASURED)
         check_names("dtype", [recorded["dtype"]], ITEMSIZE)

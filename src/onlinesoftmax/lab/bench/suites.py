@@ -9,8 +9,9 @@ from ...core.task import ITEMSIZE
 from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
-from .entries import KINDS_OF_CASES, Entry, Suite, decoding, each, gates, powers, rows, steps, tokens, with_options
+from .entries import Entry, Suite, decoding, each, gates, powers, rows, steps, tokens, with_options
 from .heads.step_cases import POLICY, TRAINING
+from .result import FORMS
 from .routing.cases import GATES
 from .sampling.cases import LOGITS, SAMPLE, TOPK
 
@@ -281,7 +282,7 @@ def cases(
     given: dict[str, Any] = {"fused": tuple(name for name in FUSED if name in fused)} if fused else {}
     given |= {"with_gradient": True} if with_gradient else {}
     given |= {"reduction": reduction} if reduction else {}
-    kind = KINDS_OF_CASES.get(suite.measures, Case)
+    kind = FORMS[suite.measures].cases
 
     def fields(entry: Entry, operation: str) -> dict[str, Any]:
         # The reduction of an entry is that of its own operation.

@@ -12,7 +12,7 @@ from ...core.units import duration
 from . import cold_suite, host_times
 from .analysis import sentence
 from .entries import Measures
-from .result import CALLS, CPU_ADDED_US, CPU_RATIO, LARGE, ONLY_OF, WORDS, CaseResult, Result
+from .result import CALLS, CPU_ADDED_US, CPU_RATIO, FORMS, LARGE, WORDS, CaseResult, Result
 from .suites import SUITES
 
 BUSY = 0.3
@@ -91,7 +91,7 @@ def _table(results: Sequence[CaseResult], content: Mapping[str, Any], columns: C
         if found.skipped:
             rows.append((*start, "-", *blank, f"skipped: {found.skipped}"))
         for each in found.results:
-            has_times = each.times or ONLY_OF[found.measures] == CALLS
+            has_times = each.times or FORMS[found.measures] is CALLS
             cells = [cell(found, each) for cell in columns.values()] if has_times else blank
             who = f"{each.who} {each.plan.backend}/{each.plan.strategy}" if each.plan else each.who
             rows.append((*start, who, *cells, _note(each)))

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from ..bench.entries import Measures
-from ..bench.result import CALLS, ONE_READ, ONLY_OF, THREE_PRODUCTS, CaseResult, Result
+from ..bench.cases import Case
+from ..bench.result import CALLS, FORMS, CaseResult, Result
 from ..bench.tables import measures
 from .combinations import STEP
 from .records import Record
@@ -18,11 +18,6 @@ COPY = "copy"
 MARGIN = 2**0.25
 """Factor between the ends of an axis of row lengths and the points beside them."""
 
-
-YARDSTICKS: dict[Measures, str] = {
-    "head time": THREE_PRODUCTS, "token time": ONE_READ, "gate time": ONE_READ, "step time": "", "decoding time": "",
-}  # fmt: skip
-"""The yardstick of each kind of measurement that has another than the copy; whole steps have none."""
 
 NAMES = {"torch": "PyTorch", "compile": "torch.compile", "liger": "Liger", "quack": "quack", "jax.nn": "jax.nn"}
 """Names of libraries in prose, by their names in records, in the order in which tables show them."""
@@ -44,12 +39,13 @@ def series(record: Record) -> dict[str, Any]:
     cases of a kind that has another yardstick than the copy stand below each other; others over the row length.
     """
     panels: dict[str, list[dict[str, Any]]] = {}
-    kind = measures(record.content)
+    form = FORMS[measures(record.content)]
     # Times of calls have no place in charts of one time; the table has them.
-    for found in record.results if ONLY_OF[kind] != CALLS else ():
+    for found in record.results if form is not CALLS else ():
         if found.skipped is None:
             panels.setdefault(title(found), []).extend(_points(found))
-    yardstick = YARDSTICKS.get(kind, COPY)
+    # Whole steps have no yardstick.
+    yardstick = COPY if form.cases is Case else next(iter(form.yardsticks.values()), "")
     for points in panels.values():
         joined(points)
     table = record.table

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from ..check import OTHERS_SLACK
-from ..entries import Measures
 from ..inputs import lacking
 from ..measure import check_each, judged, with_times
 from ..peers import Peer
@@ -16,8 +15,6 @@ from ..timing import Call, Flush, Times
 from .cases import HeadCase
 from .peers import TOKENS, TorchHead
 from .reference import errors, sample_of
-
-KIND: Measures = "head time"
 
 SPREAD = 3.0
 """Standard deviation of the logits: a few classes have most of the probability."""
@@ -92,7 +89,7 @@ def measure(
     samples = clock.measure(everything, repeat_ms, Flush(before=three))
     products, again = (Times.of(samples[name]) for name in (THREE_PRODUCTS, FOUR_PRODUCTS))
     results = with_times(results, samples, lambda _, us: {"of_products": us / products.median_us})
-    return CaseResult(case, results=results, measures=KIND, three_products=products, four_products=again)
+    return CaseResult(case, results=results, three_products=products, four_products=again)
 
 
 def wrong(case: HeadCase, found: tuple[float, ...], allowed: tuple[float, ...], slack: float) -> str | None:

@@ -13,7 +13,7 @@ from ..cases import Case
 from ..check import OTHERS_SLACK
 from ..jax_peers import Arrays
 from ..libraries import Liger, Quack
-from ..peers import Compiled, ForGpus, Peer
+from ..peers import Compiled, ForGpus, Peer, compiled
 from .cases import HeadCase
 
 Function = Callable[..., Any]
@@ -136,10 +136,7 @@ class CompiledHead(TorchHead):
 
     def prepare(self, case: Case) -> Function:
         """A fresh compilation for this shape."""
-        import torch
-
-        torch._dynamo.reset()
-        return with_gradients(torch.compile(on_logits(case), dynamic=False))
+        return with_gradients(compiled(on_logits(case)))
 
 
 class TorchLinear(Peer):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ....core.task import ITEMSIZE
-from ..entries import Measures
 from ..inputs import extra_bytes, lacking
 from ..measure import check_each, with_all_times
 from ..peers import Peer
@@ -14,8 +13,6 @@ from ..result import CaseResult, Result
 from ..timing import Call, Clock
 from .step_cases import POLICY, StepCase
 from .step_peers import losses_on_logits
-
-KIND: Measures = "step time"
 
 ATTENTION_WIDTH = 128
 """Width of an attention head, about: the number of heads has to divide the width of the decoder."""
@@ -130,7 +127,7 @@ def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: f
         return _checked(peer, loss, decoder, optimizer, right)
 
     results, calls = check_each(case, everybody, check)
-    return with_all_times(CaseResult(case, results=results, measures=KIND), calls, clock, repeat_ms)
+    return with_all_times(CaseResult(case, results=results), calls, clock, repeat_ms)
 
 
 def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:

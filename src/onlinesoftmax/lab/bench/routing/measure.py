@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..entries import Measures
-from ..inputs import lacking
+from ..inputs import lacks_copies
 from ..measure import check_each, judged, over_one_read
 from ..peers import Peer
 from ..result import CaseResult, Result
@@ -25,12 +24,8 @@ LONG = 8192
 SPREAD = 2.0
 """Standard deviation of the logits."""
 
-KIND: Measures = "gate time"
 
-
-def lacks_memory(case: RouteCase, device: Any) -> str | None:
-    """Why a case does not fit in the memory of a device; None if it does."""
-    return lacking(FLOAT64_COPIES * 8 * case.elements, device)
+lacks_memory = partial(lacks_copies, FLOAT64_COPIES)
 
 
 def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
@@ -49,7 +44,7 @@ def measure(case: RouteCase, everybody: Sequence[Peer], device: Any, repeat_ms: 
     results, calls = check_each(case, everybody, lambda peer: checked(case, peer, inputs))
     x = inputs[0].detach()
     long = x.view(-1, LONG) if x.numel() % LONG == 0 else x
-    return over_one_read(CaseResult(case, results=results, measures=KIND), calls, long, clock, repeat_ms)
+    return over_one_read(CaseResult(case, results=results), calls, long, clock, repeat_ms)
 
 
 def checked(case: RouteCase, peer: Peer, inputs: tuple[Any, Any]) -> tuple[Result, Call]:

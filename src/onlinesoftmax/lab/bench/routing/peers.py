@@ -10,7 +10,7 @@ from typing import Any
 from ....explanation import explain
 from ..cases import Case
 from ..libraries import Quack
-from ..peers import Compiled, ForGpus, Peer
+from ..peers import Compiled, ForGpus, Peer, compiled
 from .cases import RouteCase
 
 Function = Callable[..., Any]
@@ -125,11 +125,7 @@ class CompiledGate(TorchGate):
 
     def forward(self, case: RouteCase) -> Function:
         """A compilation for this shape."""
-        import torch
-
-        torch._dynamo.reset()
-        compiled: Function = torch.compile(by_torch(case), dynamic=False)
-        return compiled
+        return compiled(by_torch(case))
 
 
 def by_torch(case: RouteCase) -> Function:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....core.task import ITEMSIZE
-from ..entries import Measures
 from ..inputs import lacking
 from ..measure import check_each, with_all_times
 from ..peers import Peer
@@ -14,8 +13,6 @@ from ..result import CaseResult, Result
 from ..timing import Call, Clock
 from .cases import DecodeCase
 from .measure import checked, lacks_memory
-
-KIND: Measures = "decoding time"
 
 CONTEXT = 1024
 """Tokens in the cache, with the one that is read."""
@@ -45,7 +42,7 @@ def measure(case: DecodeCase, everybody: Sequence[Peer], device: Any, repeat_ms:
         return result, step
 
     results, calls = check_each(case, everybody, check)
-    return with_all_times(CaseResult(case, results=results, measures=KIND), calls, clock, repeat_ms)
+    return with_all_times(CaseResult(case, results=results), calls, clock, repeat_ms)
 
 
 def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:

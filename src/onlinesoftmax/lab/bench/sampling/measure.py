@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from ..entries import Measures
-from ..inputs import lacking
+from ..inputs import lacks_copies
 from ..measure import check_each, judged, over_one_read
 from ..peers import Peer
 from ..result import CaseResult, Result
@@ -25,12 +24,8 @@ EXPONENTS = 1.0, 2.0
 FLOAT64_COPIES = 12
 """Tensors of the shape of the logits, in float64 or int64, that the check holds at once."""
 
-KIND: Measures = "token time"
 
-
-def lacks_memory(case: TokenCase, device: Any) -> str | None:
-    """Why a case does not fit in the memory of a device; None if it does."""
-    return lacking(FLOAT64_COPIES * 8 * case.elements, device)
+lacks_memory = partial(lacks_copies, FLOAT64_COPIES)
 
 
 def make_logits(case: TokenCase, device: Any) -> Any:
@@ -56,7 +51,7 @@ def measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: 
     """Measure a case in all ways; as `Kind.measure`."""
     x = make_logits(case, device)
     results, calls = check_each(case, everybody, lambda peer: checked(case, peer, x))
-    return over_one_read(CaseResult(case, results=results, measures=KIND), calls, x, clock, repeat_ms)
+    return over_one_read(CaseResult(case, results=results), calls, x, clock, repeat_ms)
 
 
 def checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call]:

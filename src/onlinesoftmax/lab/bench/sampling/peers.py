@@ -12,7 +12,7 @@ from ....explanation import explain
 from ... import jax_on_torch
 from ..cases import Case
 from ..jax_peers import Arrays
-from ..peers import Compiled, ForGpus, Peer
+from ..peers import Compiled, ForGpus, Peer, compiled
 from .cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
 
 Function = Callable[..., Any]
@@ -93,10 +93,7 @@ class CompiledTokens(TorchTokens):
 
 @lru_cache(maxsize=1)
 def _compiled(case: TokenCase) -> Function:
-    import torch
-
-    torch._dynamo.reset()
-    return torch.compile(by_torch(case), dynamic=False)
+    return compiled(by_torch(case))
 
 
 def by_torch(case: TokenCase) -> Function:

@@ -13,7 +13,7 @@ from ..cases import Case
 from ..check import Inputs
 from ..formulas import Function
 from ..heads.cases import HeadCase
-from ..heads.measure import KIND, lacks_memory, measure
+from ..heads.measure import lacks_memory, measure
 from ..heads.peers import LOSS, TOKENS, OursHead, with_gradients
 from ..result import CaseResult
 from .measure import agreed, run
@@ -104,5 +104,5 @@ def measure_head(
     return measure(case, everybody, team.device, repeat_ms, clock, partial(agreed, team))
 
 
-run_heads = partial(run, measure=measure_head, lacks=lacks_memory, measures=KIND)
+run_heads = partial(run, measure=measure_head, lacks=lacks_memory, measures="head time")
 """Function (cases, ways, team, milliseconds of a measurement) -> results, as `run`."""

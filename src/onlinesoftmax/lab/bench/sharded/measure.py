@@ -45,7 +45,7 @@ def run(
             skipped = lacking or "another process lacks memory"
             yield CaseResult(case, skipped=skipped, measures=measures, processes=team.size)
             continue
-        yield (measure or measure_rows)(case, everybody, team, repeat_ms, clock)
+        yield replace((measure or measure_rows)(case, everybody, team, repeat_ms, clock), measures=measures)
         # The next case needs the memory.
         if team.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -80,6 +80,5 @@ def measure_rows(
         checked.results, samples, lambda r, us: {"host_us": host.get(r.who), "copies": us / copy.median_us}
     )
     return CaseResult(
-        case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, results, measures="sharded time",
-        processes=team.size, all_reduce=all_reduce,
+        case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, results, processes=team.size, all_reduce=all_reduce,
     )  # fmt: skip
