@@ -354,7 +354,7 @@ SIZES = re.compile(r"\b(THREADS|FEW|CAPACITY|SPREAD|MOST_(?:ABOVE|BETWEEN|CANDID
 
 def simulated_own_source(kernel: OwnKernel, shape: Any) -> str:
     """A kernel that an operation brings as C++ for the host; arguments as for `simulate_own`."""
-    parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.files)]
+    parts = [kernel.prologue(shape), *(_replaced(*file) for file in kernel.places)]
     parts[-1] = parts[-1].replace("extern __shared__", "__shared__").replace("memory[];", "memory[1 << 14];")
     between = BETWEEN["cluster"] if "beginnings" in "".join(parts) else ""
     parameter = parts[-1].rpartition("__grid_constant__ ")[2].split()[0]

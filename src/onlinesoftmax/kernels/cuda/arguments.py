@@ -61,17 +61,26 @@ class OwnKernel(NamedTuple):
 
     Attributes:
         name: Its name.
-        files: (path, package) of its files, in the order of inclusion.
+        files: Paths of its files, in the order of inclusion: with a folder, in this package; else in `package`.  A file
+            of another package is (path, package).
         pointers: Names of its tensors, in the order of the struct; numbers follow.
         prologue: Function of what it is compiled for that returns types and constants.
         waits: As in OwnLaunch.
+        package: Name of the package of the kernel's own files.
     """
 
     name: str
-    files: tuple[tuple[str, str], ...]
+    files: tuple[str | tuple[str, str], ...]
     pointers: tuple[str, ...]
     prologue: Callable[[Any], str]
     waits: bool = False
+    package: str | None = None
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """(path, package) of the files."""
+        own = str(self.package)
+        return [f if isinstance(f, tuple) else (f, __package__ if "/" in f else own) for f in self.files]
 
     def source(self, shape: Any) -> str:
         """The source of the kernel for a shape."""
@@ -96,7 +105,7 @@ class OwnKernel(NamedTuple):
 
 @cache
 def _own_source(kernel: OwnKernel, shape: Any) -> str:
-    return program(kernel.prologue(shape), *kernel.files)
+    return program(kernel.prologue(shape), *kernel.places)
 
 
 def configuration(request: Request) -> tuple[int, int, int, int, int, bool]:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from ...core.device import Device
 from ...kernels.cuda.arguments import OwnKernel, OwnLaunch
 from ..rules import Call, Gradients, LossGradients, Rule, Score
-from .source import MOST_ITEMS, SHARED, THREADS, bits_of, constants_of_weights, team_of
+from .source import MOST_ITEMS, SCORES, THREADS, bits_of, constants_of_weights, team_of
 
-FILES = (*SHARED, *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "gradient")))
+FILES = "row/warp_shuffle", "channel/channel", SCORES, "block_sum", "lanes", "weights", "gradient"
 """Files of the kernel, in the order of inclusion."""
 
 POINTERS = (
@@ -86,7 +86,7 @@ def prologue(shape: Shape) -> str:
     return constants_of_weights(shape.score, shape.renormalize, shape.dtype, numbers)
 
 
-KERNEL = OwnKernel("route_gradient_kernel", FILES, POINTERS, prologue, waits=True)
+KERNEL = OwnKernel("route_gradient_kernel", FILES, POINTERS, prologue, waits=True, package=__package__)
 
 
 def flags_of(call: Call, given: Gradients, losses: LossGradients | None = None) -> frozenset[str]:

@@ -5,14 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...core.device import Device
-from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnKernel
 from ...sampling.kernels.source import constants_of
 
-FILES = (
-    *((name, cuda.__name__) for name in ("row/warp_shuffle", "channel/barrier", "channel/cluster_messages")),
-    *((name, str(__package__)) for name in ("block_sum", "losses")),
-)
+FILES = "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "block_sum", "losses"
 """Files of the kernel, in the order of inclusion."""
 
 POINTERS = ("counts", "values", "loss", "slopes")
@@ -60,4 +56,4 @@ def prologue(shape: Shape) -> str:
     return constants_of("float32", {"Z_LOSS": shape.z_loss, "THREADS": shape.threads, "CLUSTER": shape.cluster})
 
 
-KERNEL = OwnKernel("router_loss_kernel", FILES, POINTERS, prologue, waits=True)
+KERNEL = OwnKernel("router_loss_kernel", FILES, POINTERS, prologue, waits=True, package=__package__)

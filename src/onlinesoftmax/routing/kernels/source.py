@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from ...core.device import Device
 from ...core.task import ITEMSIZE
-from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnKernel, OwnLaunch
 from ...sampling import kernels as sampling
 from ...sampling.kernels.source import constants_of
@@ -16,17 +15,13 @@ from ...sampling.kernels.which_kernel import refusal
 from ..rules import Call, Rule, Score
 from ..selection import HALF_LOG
 
-SHARED = (
-    ("row/warp_shuffle", cuda.__name__), ("channel/channel", cuda.__name__), ("scores", sampling.__name__),
-)  # fmt: skip
-"""Files of both kernels of other rooms."""
+SCORES = "scores", sampling.__name__
+"""A file of another room."""
 
 FILES = (
-    *SHARED,
-    ("row/list_sort", cuda.__name__),
-    *((name, str(__package__)) for name in ("block_sum", "lanes", "weights", "keys", "threshold", "groups", "network")),
-    *((name, str(__package__)) for name in ("ranking", "sums", "route")),
-)
+    "row/warp_shuffle", "channel/channel", SCORES, "row/list_sort", "block_sum", "lanes", "weights", "keys",
+    "threshold", "groups", "network", "ranking", "sums", "route",
+)  # fmt: skip
 """Files of the kernel, in the order of inclusion."""
 
 POINTERS = (
@@ -328,7 +323,7 @@ def prologue(shape: Shape) -> str:
     return constants_of_weights(shape.score, shape.renormalize, shape.dtype, numbers) + selection + coefficients
 
 
-KERNEL = OwnKernel("route_kernel", FILES, POINTERS, prologue, waits=True)
+KERNEL = OwnKernel("route_kernel", FILES, POINTERS, prologue, waits=True, package=__package__)
 
 
 def constants_of_weights(score: Score, renormalize: bool, dtype: str, numbers: dict[str, bool | int]) -> str:

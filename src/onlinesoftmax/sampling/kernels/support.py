@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnKernel
 from ...kernels.cuda.source import declarations, typed
 from .source import MOST_TOP
 
-FILES = (
-    *((name, cuda.__name__) for name in ("row/warp_shuffle", "row/list_sort")), ("support", str(__package__)),
-)  # fmt: skip
+FILES = "row/warp_shuffle", "row/list_sort", "support"
 """Files of the kernel, in the order of inclusion."""
 
 POINTERS = ("listed", "kept", "token_ids", "offsets")
@@ -40,4 +37,4 @@ def prologue(shape: Shape) -> str:
     return declarations({}, typed({"THREADS": shape.threads, "ROOM": MOST_TOP}))
 
 
-KERNEL = OwnKernel("support_kernel", FILES, POINTERS, prologue)
+KERNEL = OwnKernel("support_kernel", FILES, POINTERS, prologue, package=__package__)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...core.device import Device
-from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnKernel
 from .prefetch import STAGES, TOKENS, prefetch_bytes
 from .source import constants_of, slice_of
 
-_SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
-
-_OWN = ("scores", "exchange", "lists", "prefetch", "topk")
-
-FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
+FILES = (
+    "row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words",
+    "scores", "exchange", "lists", "prefetch", "topk",
+)  # fmt: skip
 """Files of the kernel, in the order of inclusion."""
 
 POINTERS = ("x", "target", "values", "indices", "logprobs", "lse", "target_logprob", "target_rank")
@@ -104,4 +102,4 @@ def prologue(shape: Shape) -> str:
     return constants_of(shape.dtype, numbers)
 
 
-KERNEL = OwnKernel("topk_kernel", FILES, POINTERS, prologue)
+KERNEL = OwnKernel("topk_kernel", FILES, POINTERS, prologue, package=__package__)

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...core.device import Device
-from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnKernel
 from .prefetch import STAGES, TOKENS, prefetch_bytes
 from .source import constants_of, most_blocks, slice_of
 
-_SHARED = "row/warp_shuffle", "channel/barrier", "channel/cluster_messages"
-_OWN = "scores", "noise", "prefetch", "parts", "race", "unfiltered"
-
-FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
+FILES = (
+    "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "scores", "noise", "prefetch", "parts", "race",
+    "unfiltered",
+)  # fmt: skip
 """Files of the kernel, in the order of inclusion."""
 
 POINTERS = ("x", "temperature", "seed", "offset", "token", "logprob", "lse", "kept", "valid")
@@ -83,4 +82,4 @@ def prologue(shape: Shape) -> str:
     return constants_of(shape.dtype, numbers)
 
 
-KERNEL = OwnKernel("unfiltered_kernel", FILES, POINTERS, prologue)
+KERNEL = OwnKernel("unfiltered_kernel", FILES, POINTERS, prologue, package=__package__)

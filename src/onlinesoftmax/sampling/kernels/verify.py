@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ...core.device import Device
-from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnKernel
 from . import unfiltered
 from .source import constants_of
 
-_SHARED = "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words"
-_OWN = "scores", "noise", "exchange", "verify"
-
-FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
+FILES = (
+    "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words", "scores", "noise",
+    "exchange", "verify",
+)  # fmt: skip
 """Files of the kernel, in the order of inclusion."""
 
 MODEL = "x", "largest", "key", "mass", "valid"
@@ -67,4 +66,4 @@ def prologue(shape: Shape) -> str:
     return constants_of(shape.dtype, numbers)
 
 
-KERNEL = OwnKernel("verify_kernel", FILES, POINTERS, prologue)
+KERNEL = OwnKernel("verify_kernel", FILES, POINTERS, prologue, package=__package__)
