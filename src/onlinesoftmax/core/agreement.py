@@ -67,12 +67,7 @@ def _checksum(text: str) -> bytes:
 
 def kind_of(x: Any) -> str:
     """The shape and the dtype of an array or tensor that every process gives alike, or the type of anything else."""
-    return f"{tuple(x.shape)} {name_of(x.dtype)}" if array_kind(x) else type(x).__name__
-
-
-def name_of(dtype: Any) -> str:
-    """Name of a dtype, the same for NumPy and torch."""
-    return str(dtype).removeprefix("torch.")
+    return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}" if array_kind(x) else type(x).__name__
 
 
 def numbers_of_all(own: Announcement, number: int, groups: Sequence[Group], device: Any) -> list[int]:

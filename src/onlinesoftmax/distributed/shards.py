@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.agreement import Announcement, name_of, numbers_of_all
+from ..core.agreement import Announcement, numbers_of_all
 from ..core.arguments import checked_dim
+from ..core.arrays import dtype_name
 from ..core.options import PLAIN, ScoreOptions
 from ..core.processes import group_or_default
 from ..core.task import ANY, Choice
@@ -208,7 +209,7 @@ def to_local_columns(target: Tensor, shards: Shards) -> Tensor:
 
 def announced(name: str, x: Tensor, dim: int, same: Mapping[str, Any]) -> Announcement:
     """The announcement of a call; arguments as for `shards_of`."""
-    dtype, shape = name_of(x.dtype), tuple(x.shape)
+    dtype, shape = dtype_name(x.dtype), tuple(x.shape)
     rows = dtype, dim, shape[:dim] + shape[dim + 1 :]
     return Announcement.of(name, same, rows, f"{shape} {dtype} with dim {dim}")
 

@@ -8,7 +8,7 @@ import torch
 
 from ..core import arguments
 from ..core.arguments import wrong_weight
-from ..core.arrays import check_no_jax
+from ..core.arrays import check_no_jax, dtype_name
 from ..core.options import checked_options, is_number
 from ..core.plan_log import Kind, note_plan
 from ..core.task import ITEMSIZE
@@ -85,7 +85,7 @@ def check_head(
     if is_transformed():
         instead = "call cross_entropy or token_logprobs on the logits of a linear layer"
         raise RuntimeError(f"{caller} has no derivatives for torch.func and forward mode; {instead}")
-    if str(input.dtype).removeprefix("torch.") not in ITEMSIZE:
+    if dtype_name(input.dtype) not in ITEMSIZE:
         raise RuntimeError(f"{caller}: input must be floating point, got {input.dtype}")
     if not input.dim() or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise RuntimeError(
@@ -254,6 +254,6 @@ def plan_for(
     """The plan of a call; arguments as for `problem_of`, and `in_two` as in LinearProblem."""
     x, weight = head.input, head.weight
     classes = len(weight) if sharing is None else sharing.largest
-    sizes, dtype = (len(x), x.shape[1], classes), str(x.dtype).removeprefix("torch.")
+    sizes, dtype = (len(x), x.shape[1], classes), dtype_name(x.dtype)
     problem = problem_of(name, sizes, dtype, wanted_of(head), each, whole_rows, in_place, sharing is not None)
     return plan_of(problem._replace(in_two=in_two), memory)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ..core.arrays import dtype_name
 from ..core.call import Settings
 from ..core.options import ScoreOptions
 from ..core.task import ANY
@@ -57,7 +58,7 @@ def _options(scale: Tensor | None, number: float, softcap: float | None) -> Scor
 
 
 def _plan(name: str, x: Tensor, weight: Tensor, memory: int | None, wanted: Sequence[bool], **how: bool) -> LinearPlan:
-    sizes, dtype = (len(x), x.shape[1], len(weight)), str(x.dtype).removeprefix("torch.")
+    sizes, dtype = (len(x), x.shape[1], len(weight)), dtype_name(x.dtype)
     plan = plan_of(problem_of(name, sizes, dtype, (wanted[0], wanted[1], wanted[2]), **how), memory)
     return noted(name, x, weight, plan)
 

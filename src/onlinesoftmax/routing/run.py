@@ -55,7 +55,11 @@ def in_shape(found: Routed, rule: Rule, rows: tuple[int, ...], dense: bool) -> R
 
 def found_of(call: Call) -> Routed:
     """The results of a call on flat rows, without a gradient and without `dense`."""
-    found = _by_kernel(call)
+    found = None
+    if reads_cuda(call.x):
+        from .kernels import route_launch
+
+        found = route_launch.route(call)
     return eager.found_of(call) if found is None else found
 
 
@@ -85,15 +89,6 @@ def training(call: Call) -> Call:
     """
     wants = call.counts and call.prob_sums and call.sequences == 1
     return call._replace(losses=wants and not has_processes())
-
-
-def _by_kernel(call: Call) -> Routed | None:
-    """The results of a call by a kernel; None where none takes the call."""
-    if not reads_cuda(call.x):
-        return None
-    from .kernels import route_launch
-
-    return route_launch.route(call)
 
 
 def bound(call: Call) -> Any:

@@ -76,7 +76,9 @@ def _by_kernel(
         return None
     from .kernels import sample_launch
 
-    return sample_launch.sample(adjacent(logits.as_rows()), parameters, seed, offset, raw, top)
+    x = adjacent(logits.as_rows())
+    run = sample_launch.bind(x, (len(x),), parameters, raw, top)
+    return None if run is None else run(x, parameters.temperature, seed, offset, parameters[1:4])
 
 
 def _kernels_take(logits: Logits) -> bool:

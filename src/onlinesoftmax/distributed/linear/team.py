@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.agreement import kind_of, name_of, numbers_of_all
+from ...core.agreement import kind_of, numbers_of_all
+from ...core.arrays import dtype_name
 from ...core.processes import group_or_default, start_adding
 from ...linear import run
 from ...linear.arguments import check_tensors
@@ -88,7 +89,7 @@ def agreed(name: str, tensors: run.Tensors, shards: Any, group: Any, more: Mappi
     else:
         gradients = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (x, linear_weight, bias)]
         # A bias that does not fit on one process would be an error there, and leave the others in an exchange.
-        of_bias = name_of(bias.dtype) if bias is not None and bias.shape == (classes,) else kind_of(bias)
+        of_bias = dtype_name(bias.dtype) if bias is not None and bias.shape == (classes,) else kind_of(bias)
         given = {"input": kind_of(x), "target": kind_of(target), "linear_bias": of_bias} | {
             key: kind_of(value) if isinstance(value, Tensor) else value for key, value in more.items()
         }

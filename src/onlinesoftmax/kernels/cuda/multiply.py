@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...core.task import ITEMSIZE
 from .arguments import OwnLaunch
 from .launch import launcher
@@ -31,7 +32,7 @@ def bind(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> Callable[.
         out: x itself, and then nothing is read or written where the factor is 1; or another tensor of its shape and
             strides, as aligned.
     """
-    index, text = x.get_device(), source(*(str(t.dtype).removeprefix("torch.") for t in (x, out, factor)))
+    index, text = x.get_device(), source(*(dtype_name(t.dtype) for t in (x, out, factor)))
     most = torch.cuda.get_device_properties(index).multi_processor_count
     blocks = max(1, min(most, -(-x.numel() * x.element_size() // (16 * BATCH * THREADS))))
     launch = launcher(OwnLaunch(text, NAME, ("x", "out", "factor"), (x.numel(),), blocks, THREADS, waits=True))

@@ -7,16 +7,17 @@ from functools import lru_cache
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda.launch import launcher
 from ...sampling.kernels.which_kernel import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.gradients import adjacent
-from ...torch.prepare import DTYPE_NAMES, on_device
+from ...torch.prepare import on_device
 from ..results import Routed
 from ..rules import Call, Gradients, LossGradients, Rule
-from .gradient import Shape, flags_of, launch_of, shape_of
+from .gradient import flags_of, launch_of, shape_of
 from .route_launch import width_of
 from .source import MOST_TOKENS
 
@@ -26,7 +27,7 @@ Tensor = torch.Tensor
 def gradient(call: Call, found: Routed, given: Gradients, losses: LossGradients | None = None) -> Tensor | None:
     """The gradient of the logits of a call on a GPU, as run.gradient_of; None if no kernel takes it."""
     x = adjacent(call.x)
-    index, dtype = x.get_device(), DTYPE_NAMES[x.dtype]
+    index, dtype = x.get_device(), dtype_name(x.dtype)
     if refusal(dtype, len(x), from_torch("cuda", index)) or len(x) > MOST_TOKENS:
         return None
     given, losses = readable(call, found, given, losses)
@@ -62,7 +63,14 @@ def _run_of(
     shape = shape_of(rule, dtype, width, flags)
     plan = f"gradient.cuh, {shape.team} of {shape.threads} threads for a token"
     note_plan(Kind("route_backward", (count, rule.experts), dtype, f"cuda:{index}"), plan, f"k is {rule.k}")
-    return bind(shape, rule, count, stride, sequences, index)
+    launch = launcher(launch_of(shape, rule, stride, count // sequences, sequences, from_torch("cuda", index)))
+
+    def run(call: Call, found: Routed, given: Gradients, losses: LossGradients | None) -> Tensor:
+        dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+        launch(index, addresses(call, found, given, losses, dx))
+        return dx
+
+    return on_device(run, torch.device("cuda", index))
 
 
 def addresses(call: Call, found: Routed, given: Gradients, losses: LossGradients | None, dx: Tensor) -> list[int]:
@@ -76,16 +84,3 @@ def addresses(call: Call, found: Routed, given: Gradients, losses: LossGradients
     before = [call.x, call.bias, found.indices, found.lse, weights, sums, lse, balance]
     first, second = ([0 if t is None else t.data_ptr() for t in part] for part in (before, [z_loss, dx]))
     return [*first, z_slope, *second]
-
-
-def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:
-    """`gradient` by a kernel; the arguments are those of cuda.bind."""
-    device = from_torch("cuda", index)
-    launch = launcher(launch_of(shape, rule, stride, count // sequences, sequences, device))
-
-    def run(call: Call, found: Routed, given: Gradients, losses: LossGradients | None) -> Tensor:
-        dx = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-        launch(index, addresses(call, found, given, losses, dx))
-        return dx
-
-    return on_device(run, torch.device("cuda", index))

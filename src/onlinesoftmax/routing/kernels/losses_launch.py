@@ -7,11 +7,12 @@ from functools import lru_cache
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...kernels.cuda.launch import launcher
 from ...sampling.kernels.which_kernel import refusal
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import DTYPE_NAMES, on_device
+from ...torch.prepare import on_device
 from .losses import KERNEL, MOST_READ, Shape, shape_of
 from .source import bits_of
 
@@ -26,7 +27,7 @@ def numbers_of(counts: Tensor, values: Tensor, factor: float) -> tuple[int, ...]
 
 def takes(counts: Tensor, values: Tensor) -> bool:
     """True where the kernel takes contiguous counts and sums of probabilities or lse on a GPU."""
-    if refusal(DTYPE_NAMES[values.dtype], values.numel(), from_torch("cuda", values.get_device())):
+    if refusal(dtype_name(values.dtype), values.numel(), from_torch("cuda", values.get_device())):
         return False
     few = max(counts.numel(), values.numel()) <= MOST_READ and counts.numel() > 0
     return few and values.dtype == torch.float32 and counts.dtype == torch.int32 and not values.data_ptr() % 16

@@ -7,15 +7,16 @@ from functools import lru_cache
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...core.plan_log import Kind, note_plan
 from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.gradients import adjacent
-from ...torch.prepare import DTYPE_NAMES, on_device
+from ...torch.prepare import on_device
 from ..results import Losses, Routed, with_losses
 from ..rules import Call, Rule
-from .source import Shape, flags_of, launch_of, parts_of, refusal_of, shape_of, width_at
+from .source import flags_of, launch_of, parts_of, refusal_of, shape_of, width_at
 
 Tensor = torch.Tensor
 
@@ -36,17 +37,15 @@ def run_of(call: Call) -> Run | None:
     Its logits are aligned as those of the call are, and adjacent in memory; its bias begins on 16 bytes.
     """
     x = adjacent(call.x)
-    index, dtype = x.get_device(), DTYPE_NAMES[x.dtype]
+    index, dtype = x.get_device(), dtype_name(x.dtype)
     if refusal_of(call.rule, dtype, len(x), call.prob_sums, from_torch("cuda", index)):
         return None
-    return _run_of(
-        call.rule, DTYPE_NAMES[x.dtype], width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index
-    )
+    return _run_of(call.rule, dtype, width_of(x), flags_of(call), len(x), x.stride(0), call.sequences, index)
 
 
 def width_of(x: Tensor) -> int:
     """Logits that one instruction loads: each row begins on as many bytes."""
-    return width_at(DTYPE_NAMES[x.dtype], x.shape[1] | x.stride(0) | x.data_ptr() // x.element_size())
+    return width_at(dtype_name(x.dtype), x.shape[1] | x.stride(0) | x.data_ptr() // x.element_size())
 
 
 @lru_cache(MOST_ENTRIES)
@@ -54,25 +53,13 @@ def _run_of(
     rule: Rule, dtype: str, width: int, flags: frozenset[str], count: int, stride: int, sequences: int, index: int
 ) -> Run | None:  # fmt: skip
     """The function that routes rows of these properties; None if no kernel takes them."""
-    shape = shape_of(rule, dtype, width, flags, count // sequences, sequences, from_torch("cuda", index))
+    tokens, experts, k, device = count // sequences, rule.experts, rule.k, from_torch("cuda", index)
+    shape = shape_of(rule, dtype, width, flags, tokens, sequences, device)
     if shape is None:
         return None
     plan = f"route.cuh, {shape.team} of {shape.threads} threads for a token"
     note_plan(Kind("route", (count, rule.experts), dtype, f"cuda:{index}"), plan, f"k is {rule.k}")
-    return bind(shape, rule, count, stride, sequences, index)
-
-
-def bind(shape: Shape, rule: Rule, count: int, stride: int, sequences: int, index: int) -> Run:
-    """The function run(x, bias, mask, indices) that routes rows by a kernel.
-
-    Args:
-        shape, rule: The kernel, and the rule of the call.
-        count, stride: Number of the rows of the logits, and their distance.
-        sequences: Number of sequences.
-        index: Number of the device.
-    """
-    tokens, experts, k = count // sequences, rule.experts, rule.k
-    parts = parts_of(shape, tokens, sequences, from_torch("cuda", index))
+    parts = parts_of(shape, tokens, sequences, device)
     sums, losses = ("COUNTS" in shape.flags, "PROB_SUMS" in shape.flags), "LOSSES" in shape.flags
     slopes = -(-experts // 4) * 4 + 1
     launch = launcher(launch_of(shape, rule, stride, tokens, sequences, parts))

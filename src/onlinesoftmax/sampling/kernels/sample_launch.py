@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...core.plan_log import Kind, note_plan
 from ...core.view import contiguous_strides
 from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import DTYPE_NAMES, allocator
+from ...torch.prepare import allocator
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered_launch
@@ -22,17 +23,6 @@ from .unfiltered_launch import WORD_OF, Run, fields_of
 from .which_kernel import is_unfiltered, refusal
 
 Tensor = torch.Tensor
-
-
-def sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int) -> Sampled | None:
-    """A token of each row of logits (rows, tokens) on a GPU; None if no kernel takes them.
-
-    Args:
-        scores: The scores: logits to which score options have been applied.
-        parameters, seed, offset, raw, top: As for `sample` in run.py.
-    """
-    run = bind(scores, (len(scores),), parameters, raw, top)
-    return None if run is None else run(scores, parameters.temperature, seed, offset, parameters[1:4])
 
 
 def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: bool, top: int) -> Run | None:
@@ -66,7 +56,7 @@ def launch_of(scores: Tensor, parameters: Parameters, raw: bool, top: int, each:
         scores, parameters, raw, top: As for `bind`.
         each: So many adjacent rows share their parameters, and each has the next offset.
     """
-    (count, cols), dtype = scores.shape, DTYPE_NAMES[scores.dtype]
+    (count, cols), dtype = scores.shape, dtype_name(scores.dtype)
     device = from_torch("cuda", scores.get_device())
     if refusal(dtype, count, device) or scores.stride(1) != 1 or top > MOST_TOP:
         return None

@@ -7,12 +7,13 @@ from functools import lru_cache, partial
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...core.plan_log import Kind, note_plan
 from ...core.view import contiguous_strides
 from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import DTYPE_NAMES, allocator
+from ...torch.prepare import allocator
 from ..results import TopLogprobs
 from . import topk
 from .source import slice_of
@@ -36,7 +37,7 @@ def bind(rows: Tensor, shape: tuple[int, ...], k: int, dim: int, with_target: bo
         dim: Where the dimension of the tokens lies among those of the rows.
         with_target: True where a target is given.
     """
-    (count, cols), index, dtype = rows.shape, rows.get_device(), DTYPE_NAMES[rows.dtype]
+    (count, cols), index, dtype = rows.shape, rows.get_device(), dtype_name(rows.dtype)
     device = from_torch("cuda", index)
     if k > topk.MOST or cols >= 1 << 31 or refusal(dtype, count, device) or rows.stride(1) != 1:
         return None

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...core.plan_log import Kind, note_plan
 from ...core.view import contiguous_strides
 from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import DTYPE_NAMES, allocator
+from ...torch.prepare import allocator
 from ..results import Sampled
 from .source import bits_of, slice_of
 from .unfiltered import KERNEL, Shape, shape_of
@@ -42,7 +43,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], raw: bool) -> Run | None:
         raw: As for `sample` in run.py.
     """
     count, cols = scores.shape
-    index, dtype = scores.get_device(), DTYPE_NAMES[scores.dtype]
+    index, dtype = scores.get_device(), dtype_name(scores.dtype)
     device = from_torch("cuda", index)
     if refusal(dtype, count, device) or scores.stride(1) != 1:
         return None

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
+from ...core.arrays import dtype_name
 from ...core.plan_log import Kind, note_plan
 from ...core.view import contiguous_strides
 from ...kernels.cuda.launch import launcher
 from ...torch.device import from_torch
 from ...torch.fast_path import MOST_ENTRIES
-from ...torch.prepare import DTYPE_NAMES, allocator
+from ...torch.prepare import allocator
 from ..results import Verified
 from ..rules import Parameters
 from .sample_launch import Launch, launch_of
@@ -44,7 +45,7 @@ def bind(models: list[Tensor], rows: tuple[int, ...], n: int, parameters: Parame
     models = models[: 1 + (n > 0)]
     launches = [launch_of(x, parameters, False, 1, each) for x, each in zip(models, (n + 1, n), strict=False)]
     target = models[0]
-    index, dtype, cols = target.get_device(), DTYPE_NAMES[target.dtype], target.shape[1]
+    index, dtype, cols = target.get_device(), dtype_name(target.dtype), target.shape[1]
     if None in launches:
         return None
     aligned = all(map(is_aligned, models))
