@@ -217,23 +217,6 @@ def test_cases_of_whole_steps_stand_below_each_other(tmp_path: Path) -> None:
     assert panel["outcome"].endswith("In the median it has 1.50 times the speed of PyTorch.")
 
 
-@pytest.mark.skipif(not RESULTS.is_dir(), reason="the recorded runs are in the repository, not in the archives")
-def test_every_recorded_run_is_read() -> None:
-    records, wrong, others = read([RESULTS])
-    assert wrong == []
-    assert len(records) + len(others) == len([*RESULTS.glob("*.json")])
-    dates = [found.content["date"] for found in records]
-    assert dates == sorted(dates, reverse=True)
-    for found in records:
-        # Times of calls are shown as tables only.
-        shown = series(found)
-        assert shown["panels"] or found.content["measures"] in ("host time", "first calls"), found.name
-        assert all(panel["outcome"].split("the median it has")[1:] for panel in shown["panels"]), found.name
-        assert {point["who"] for panel in shown["panels"] for point in panel["points"]} <= {*LIBRARIES}, found.name
-        assert found.table.above
-        assert found.table.rows
-
-
 @pytest.mark.parametrize("path", SHARDED, ids=lambda path: path.name)
 def test_a_record_of_sharded_rows_is_shown(path: Path) -> None:
     (shown_record,), wrong, others = read([path])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import runpy
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,8 +24,8 @@ from onlinesoftmax.lab.bench.record_file import record_name
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 from onlinesoftmax.lab.bench.timing import Times
-from onlinesoftmax.lab.report.charts import headline, svg
-from onlinesoftmax.lab.report.panels import NAMES
+from onlinesoftmax.lab.report.charts import LIBRARIES, headline, svg
+from onlinesoftmax.lab.report.panels import NAMES, series
 from onlinesoftmax.lab.report.records import read
 
 ROOT = Path(__file__).parents[2]
@@ -47,8 +47,15 @@ def tables() -> Any:
 
 
 @pytest.fixture(scope="module")
-def records(tables: Any) -> Any:
-    return tables["Records"](RESULTS)
+def recorded() -> Any:
+    return read([RESULTS])
+
+
+@pytest.fixture(scope="module")
+def records(tables: Any, recorded: Any) -> Any:
+    # A schema checks every value, which takes long.
+    with mock.patch.object(sys.modules["pages.records"], "read", return_value=recorded):
+        return tables["Records"](RESULTS)
 
 
 def test_every_page_and_chart_is_that_of_the_records(tables: Any, records: Any) -> None:
@@ -56,6 +63,22 @@ def test_every_page_and_chart_is_that_of_the_records(tables: Any, records: Any) 
         path.name for path, text in tables["generated"](records).items() if path.read_text(encoding="utf-8") != text
     ]
     assert not stale, "run: make tables"
+
+
+def test_every_recorded_run_is_read(recorded: Any) -> None:
+    records, wrong, others = recorded
+    assert wrong == []
+    assert len(records) + len(others) == len([*RESULTS.glob("*.json")])
+    dates = [found.content["date"] for found in records]
+    assert dates == sorted(dates, reverse=True)
+    for found in records:
+        # Times of calls are shown as tables only.
+        shown = series(found)
+        assert shown["panels"] or found.content["measures"] in ("host time", "first calls"), found.name
+        assert all(panel["outcome"].split("the median it has")[1:] for panel in shown["panels"]), found.name
+        assert {point["who"] for panel in shown["panels"] for point in panel["points"]} <= {*LIBRARIES}, found.name
+        assert found.table.above
+        assert found.table.rows
 
 
 def test_every_block_and_chart_is_used(tables: Any) -> None:
@@ -75,17 +98,15 @@ def test_a_record_has_the_name_of_its_device_and_suite(records: Any) -> None:
 
 
 def test_a_new_record_changes_the_pages(tables: Any, tmp_path: Path) -> None:
-    """A new run replaces one file; the pages then have its numbers and its commit."""
-    shutil.copytree(RESULTS, tmp_path / "results")
-    path = tmp_path / "results" / "h200-forward.json"
-    content = json.loads(path.read_text())
+    """A table has the numbers and the commit of its record."""
+    content = json.loads(RECORD.read_text())
     content["git"]["commit"] = "feedbeef"
     for case in content["cases"]:
         for result in case["results"]:
             if result["who"] == "ours":
                 result["of_copy"] = 0.4321
-    path.write_text(json.dumps(content))
-    table = tables["BLOCKS"]["softmax_table"](tables["Records"](tmp_path / "results"))
+    (tmp_path / RECORD.name).write_text(json.dumps(content))
+    table = tables["BLOCKS"]["softmax_table"](tables["Records"](tmp_path))
     assert "**0.43**" in table
     assert "`h200-forward.json` (feedbee)" in table
 
@@ -144,8 +165,8 @@ def test_a_wrong_marker_is_an_error(tables: Any, records: Any, text: str, says: 
         tables["filled"](text, records)
 
 
-def test_a_chart_shows_the_libraries_of_its_record() -> None:
-    (found,), _, _ = read([RECORD])
+def test_a_chart_shows_the_libraries_of_its_record(records: Any) -> None:
+    found = records.get(RECORD.stem)
     svg = headline(found)
     here = {result.who for each in found.results for result in each.results if result.times}
     for name in (*(NAMES.get(who, who) for who in here), "copy (dashed)", "row length", "GB/s"):
@@ -175,7 +196,7 @@ def test_points_of_several_records_have_one_copy_and_every_library(tables: Any, 
     assert (points[0]["who"], points[-1]["who"]) == ("copy", "ours")
 
 
-def test_a_record_without_measured_cases_has_no_chart() -> None:
-    (found,), _, _ = read([RECORD])
+def test_a_record_without_measured_cases_has_no_chart(records: Any) -> None:
+    found = records.get(RECORD.stem)
     with pytest.raises(ValueError, match="has no case that was measured"):
         headline(replace(found, results=[]))
