@@ -122,13 +122,15 @@ print(json.dumps([CliRunner().invoke(build(), words).output for words in json.lo
 
 @pytest.mark.early
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands on the pages are for bash")
-@pytest.mark.parametrize("page", ["plans", "compiler", "command_line"])
-def test_commands_print_the_output_shown(page: str, tmp_path: Path) -> None:
-    """One process runs all commands of a page, and bash what follows in their pipes."""
+def test_commands_print_the_output_shown(tmp_path: Path) -> None:
+    """One process runs all commands of all pages, and bash what follows in their pipes."""
     pytest.importorskip("typer", reason="the command line needs typer")
-    blocks = CONSOLE.findall(text_of(page))
-    commands = [one for block in blocks for one in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE)]
-    assert commands
+    commands = []
+    for page in ("plans", "compiler", "command_line"):
+        text = "".join(CONSOLE.findall(text_of(page)))
+        found = re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE)
+        assert found, page
+        commands += found
     # The pages describe ordinary use, without Triton's interpreter, which compiles nothing.
     unset = ("TRITON_INTERPRET", "ONLINESOFTMAX_CACHE_MAXSIZE")
     env = {key: value for key, value in os.environ.items() if key not in unset}
@@ -138,8 +140,7 @@ def test_commands_print_the_output_shown(page: str, tmp_path: Path) -> None:
     np.save(tmp_path / "logits.npy", np.zeros((4, 8), np.float32))
     run = [sys.executable, "-c", RUN, json.dumps([arguments for _, *arguments in words])]
     done = subprocess.run(run, cwd=tmp_path, env=env, stdout=subprocess.PIPE, encoding="utf-8", check=True)
-    printed = json.loads(done.stdout)
-    for (command, shown), output in zip(commands, printed, strict=True):
+    for (command, shown), output in zip(commands, json.loads(done.stdout), strict=True):
         piped = ["bash", "-c", f"onlinesoftmax() {{ cat; }}\n{command}"]
         done = subprocess.run(piped, env=env, input=output, capture_output=True, encoding="utf-8", check=False)
         assert done.stdout + done.stderr == shown, command
