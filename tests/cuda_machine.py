@@ -68,7 +68,7 @@ extern "C" void abort() noexcept;
     inline float name(float x) { return name##f(x); }
 #define OF_TWO(name) extern "C" double name(double, double) noexcept; \\
     extern "C" float name##f(float, float) noexcept; inline float name(float x, float y) { return name##f(x, y); }
-OF_ONE(ceil) OF_ONE(exp) OF_ONE(exp2) OF_ONE(log) OF_ONE(log1p) OF_ONE(sqrt) OF_ONE(tanh) OF_ONE(fabs)
+OF_ONE(ceil) OF_ONE(floor) OF_ONE(exp) OF_ONE(exp2) OF_ONE(log) OF_ONE(log1p) OF_ONE(sqrt) OF_ONE(tanh) OF_ONE(fabs)
 OF_TWO(fmax) OF_TWO(fmin)
 extern "C" double fma(double, double, double) noexcept;
 extern "C" float fmaf(float, float, float) noexcept;

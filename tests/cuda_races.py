@@ -46,7 +46,6 @@ from onlinesoftmax.routing.kernels import source as routing
 from onlinesoftmax.routing.rules import Rule, checked_rule
 from onlinesoftmax.sampling.kernels import source as sampling
 from onlinesoftmax.sampling.kernels import support, topk, unfiltered, verify
-from onlinesoftmax.sampling.masses import MASS_BITS
 
 ROWS = {PIPELINE: 8, STREAM: 8}
 """Rows of a call, elsewhere 20.  A block of row, packed, pipeline and stream gets several."""
@@ -209,12 +208,12 @@ def verify_drafts(folder: Path) -> None:
     """Run the kernel that verifies drafts, on rows of two blocks; the second draft of each is replaced."""
     rows, n, cols = 2, 2, 1500
     x = np.tile(np.linspace(-3, 3, cols, dtype=np.float32), (rows * (n + 1), 1))
-    mass = np.round(np.exp(x.astype(np.float64) - 3) * 2.0**MASS_BITS).sum(1).astype(np.int64)
+    total = np.exp(x.astype(np.float64) - 3).sum(1)
     last = np.full(rows * (n + 1), cols - 1)
     zeros, valid = np.zeros(rows * (n + 1), np.int64), np.ones(rows * (n + 1), np.uint8)
     arrays: dict[str, Any] = {"target_x": x, "draft_x": x[:, ::-1].copy(), "sampled": last}
     for model, largest in (("target", last), ("draft", zeros)):
-        fields = {"largest": largest, "key": zeros, "mass": mass, "valid": valid}
+        fields = {"largest": largest, "key": zeros, "sum": total, "valid": valid}
         arrays |= {f"{model}_{name}": array for name, array in fields.items()}
     arrays |= {
         "drafts": np.array([cols - 1, 0] * rows), "accepted": np.zeros(rows, np.int64),

@@ -139,6 +139,12 @@ REPLACED = {
             "{ if (x >= window.high) ++number; else if (x >= window.low) listed |= bit; }"
         ),
     },
+    "masses": {
+        "inline float plus_whole(float x, float rate)": (
+            "{ const float y = fma(x, rate, WHOLE); return fma(x, rate, WHOLE - y) < 0 ? y - 1 : y; }"
+        ),
+        "inline uint64 shifted(unsigned x, unsigned bits)": "{ return bits < 64 ? (uint64(x) << 32) >> bits : 0; }",
+    },
     "processes": {
         "inline uint64 now()": "{ return 0; }",
         "void fail()": "{ abort(); }",

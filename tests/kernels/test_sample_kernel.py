@@ -17,7 +17,7 @@ from hard_logits import assert_same_samples
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.arguments import checked_logits, checked_parameters
-from onlinesoftmax.sampling.distribution import constants_of, distribution_of, log_of, reaches_min_p
+from onlinesoftmax.sampling.distribution import constants_of, distribution_of, reaches_min_p
 from onlinesoftmax.sampling.kernels import source, unfiltered_launch
 from onlinesoftmax.sampling.order import ordered
 from onlinesoftmax.sampling.philox import LOW
@@ -41,11 +41,11 @@ def simulated(
     tiles = -(-source.slice_of(cols, cluster) // (512 * source.TOKENS)) if aligned and cluster > 1 else 0
     threads, resident = (512, 2) if lists == source.LONG else (256, 4)
     shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, threads, resident, aligned, tiles, lists)
-    dtypes = dict.fromkeys(("token", "kept", "top_tokens", "kept_key", "kept_mass"), torch.int64)
+    dtypes = dict.fromkeys(("token", "kept", "top_tokens", "kept_key"), torch.int64) | {"kept_sum": torch.float64}
     operands = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "offset": 0}
     operands |= {name: value for name, value in given.items() if name in operands}
     tensors = {name: value for name, value in operands.items() if isinstance(value, Tensor)}
-    names = (*osm.sampling.Sampled._fields, "kept_key", "kept_mass")
+    names = (*osm.sampling.Sampled._fields, "kept_key", "kept_sum")
     shapes = {name: (rows, top) if name.startswith("top_") else (rows,) for name in names}
     out = {name: torch.empty(size, dtype=dtypes.get(name, torch.float32)) for name, size in shapes.items()}
     out["valid"] = torch.empty(rows, dtype=torch.bool)
@@ -81,7 +81,7 @@ def check(x: Tensor, cluster: int, folder: Path, top: int, lists: source.Lists =
     kept = (keys >= (got["kept_key"] ^ -(1 << 63)).unsqueeze(1)) & (z > -torch.inf)
     kept = kept & reaches_min_p(z, temperature, parameters)
     assert torch.equal(kept[valid], want.by_id(want.kept)[valid])
-    assert torch.equal(log_of(got["kept_mass"].unsqueeze(1))[valid], want.log_sum[valid])
+    assert torch.equal(got["kept_sum"].log().unsqueeze(1)[valid], want.log_sum[valid])
 
 
 @pytest.mark.parametrize(

@@ -35,9 +35,10 @@ def positions(x: Tensor, folder: Path, given: dict[str, Any], first: bool) -> di
     A block has a fourth of its threads, and reads a row alone: test_sample_kernel.py cuts rows.
     """
     rows, n, cols = x.shape
-    of_model = {name: torch.zeros(rows * n, dtype=torch.int64) for name in ("largest", "key", "mass", "sampled")}
+    of_model = {name: torch.zeros(rows * n, dtype=torch.int64) for name in ("largest", "key", "sampled")}
+    of_model["sum"] = torch.zeros(rows * n, dtype=torch.float64)
     of_model |= {"x": x.view(rows * n, cols), "valid": torch.zeros(rows * n, dtype=torch.bool)}
-    names = {"token": "sampled", "top_tokens": "largest", "kept_key": "key", "kept_mass": "mass", "valid": "valid"}
+    names = {"token": "sampled", "top_tokens": "largest", "kept_key": "key", "kept_sum": "sum", "valid": "valid"}
     memory = {name: of_model[field] for name, field in names.items()}
     memory |= {name: torch.zeros(rows * n) for name in ("logprob", "lse", "top_logprobs")}
     memory |= {"x": x, "kept": torch.zeros(rows * n, dtype=torch.int64)}

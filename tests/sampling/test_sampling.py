@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 
 import onlinesoftmax as osm
 from onlinesoftmax.sampling.arguments import checked_logits, checked_of_rows
+from onlinesoftmax.sampling.distribution import masses_of
+from onlinesoftmax.sampling.masses import FRACTION_BITS, MASS_BITS, POWER_OF_TWO
 from onlinesoftmax.sampling.noise import gumbel
 from onlinesoftmax.sampling.philox import philox
 
@@ -221,9 +224,44 @@ def test_thresholds_are_those_of_the_scores() -> None:
     equal = torch.zeros(1, 10)
     kept = [osm.sample(equal, top_p=n / 10, ties="first", seed=0).kept.item() for n in range(1, 11)]
     assert kept == list(range(1, 11))
-    # Their masses are in the other order.
-    close = torch.tensor([[0.0, -0.34657156467, -0.34657159448]])
-    assert kept_of(osm.sample(close, min_p=0.7071082592010498, seed=0, top_logprobs=3), 0) in ({0}, {0, 1}, {0, 1, 2})
+
+
+def exact_mass(x: float, m: float, rate: float) -> int:
+    """The mass of a score by the definition of masses.py, in fractions; `float` rounds them once."""
+    unit = 1 << FRACTION_BITS
+    y = Fraction(x) * Fraction(rate)
+    n = math.floor(y)
+    g = 1 + Fraction(round((y - n) * unit), unit)
+    power = Fraction(POWER_OF_TWO[-1])
+    for coefficient in POWER_OF_TWO[-2::-1]:
+        step = power * g + Fraction(coefficient)
+        assert Fraction(float(step)) == step, "float64 holds each step"
+        power = Fraction(float(np.float32(float(step))))
+    assert (power * unit).denominator == 1, "a whole number of units"
+    octaves = math.floor(Fraction(m) * Fraction(rate)) - n
+    return math.floor(power * Fraction(2) ** (MASS_BITS - octaves)) if octaves < 100 else 0
+
+
+@pytest.mark.parametrize("t", [1.0, 0.37, 1e-3, 5.0])
+def test_masses_are_those_of_their_definition(t: float) -> None:
+    rate = float(np.float32(math.log2(math.e) / t))
+    x = torch.randn(1, 400, generator=torch.Generator().manual_seed(4)) * 4 * t
+    x[0, :7] = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1 / rate, -1 / rate, -3e38])
+    m = x.amax(1, keepdim=True).double()
+    found = masses_of(x, m, torch.tensor([[t]], dtype=torch.float64))[0]
+    assert found.tolist() == [exact_mass(float(z), float(m), rate) for z in x[0]]
+    # 2e-7 of the polynomial, one unit, and the power of 2 that both sides leave out.
+    exact = ((x[0].double() - m) * rate).exp2() * 2.0 ** float(m * rate - (m * rate).floor() + MASS_BITS)
+    assert ((found - exact).abs() <= 3e-7 * exact + 1).all()
+    order = x[0].argsort()
+    assert (found[order].diff() >= 0).all()
+
+
+def test_masses_of_infinite_scores() -> None:
+    one = torch.ones(1, 1, dtype=torch.float64)
+    x = torch.tensor([[math.inf, 1.0, -math.inf, math.inf]])
+    assert masses_of(x, one * math.inf, one).tolist() == [[1 << MASS_BITS, 0, 0, 1 << MASS_BITS]]
+    assert masses_of(torch.tensor([[-math.inf, math.nan, 0.0]]), one * 0, one).tolist() == [[0, 0, 1 << MASS_BITS]]
 
 
 def test_float64_statistics_have_float64_accuracy() -> None:

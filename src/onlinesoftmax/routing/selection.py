@@ -34,7 +34,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..core.arrays import Array
-from ..sampling.masses import MASS_BITS, POWER_OF_TWO
 from .rules import Rule, Score
 
 LOG2_E = 1.4426950216293335
@@ -42,6 +41,15 @@ LOG2_E = 1.4426950216293335
 
 LARGEST_POWER = 125.0
 """Bound of an exponent: no step of a score has a subnormal number, which some devices round to 0."""
+
+MASS_BITS = 40
+"""Fraction bits of the powers that are added for softmax."""
+
+POWER_OF_TWO = (
+    1.0, 0.6931471824645996, 0.24022646248340607, 0.05550328642129898, 0.009618489071726799, 0.0013399930903688073,
+    0.0001534581242594868,
+)  # fmt: skip
+"""Coefficients of a polynomial for 2^f, f from -1/2 to 1/2; its relative error in float32 is 1e-7."""
 
 HALF_LOG = (1.0, 0.3333315849304199, 0.20012454688549042, 0.13980303704738617, 0.14089162647724152)
 """Coefficients of a polynomial in v = u^2 for log((1 + u) / (1 - u)) / (2 u), u from 0 to 1/3.

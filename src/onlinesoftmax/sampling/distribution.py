@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ..core.options import LARGEST_FLOAT32
-from .masses import MASS_BITS, POWER_OF_TWO
+from .masses import FRACTION_BITS, MASS_BITS, POWER_OF_TWO
 from .order import largest
 from .results import Sampled, Support
 from .rules import Parameters
@@ -73,14 +73,17 @@ def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
         scores = scores.gather(1, tokens)
     else:
         tokens = columns.expand_as(scores)
-    z, wide = below(scores, m), scores.dtype == torch.float64
-    masses, kept = masses_of(z, temperature, wide), z > -torch.inf
+    z, masses = below(scores, m), masses_of(scores, m, temperature)
+    kept = z > -torch.inf
     if given.filters:
         kept = columns < _number_kept(scores, masses, kept.sum(1, keepdim=True), given)
     kept = kept & reaches_min_p(z, temperature, given)
     # torch.argmax gives the first of equal scores.
     kept = torch.where(greedy, columns == z.argmax(1, keepdim=True), kept)
-    log_sum = log_sum_of(z / temperature, kept) if wide else log_of(masses.where(kept, 0).sum(1, keepdim=True))
+    if scores.dtype == torch.float64:
+        log_sum = log_sum_of(z / temperature, kept)
+    else:
+        log_sum = log_of(masses.where(kept, 0).sum(1, keepdim=True), masses.amax(1, keepdim=True))
     return Distribution(tokens, z, kept, m, temperature, log_sum, valid)
 
 
@@ -117,33 +120,34 @@ def mass_of(top_p: Tensor, total: Tensor) -> Tensor:
     return torch.minimum((top_p.unsqueeze(1) * total).ceil().long(), total)
 
 
-def masses_of(z: Tensor, temperature: Tensor, wide: bool) -> Tensor:
-    """exp(z / temperature) in units of 2^-MASS_BITS, rounded to int64; 0 for NaN, whose row is not valid.
+def masses_of(scores: Tensor, m: Tensor, temperature: Tensor) -> Tensor:
+    """The masses of scores (rows, tokens) by masses.py, int64; those of float64 scores by the library's exp.
 
     Args:
-        z: Scores less the largest, float64.
-        temperature: (rows, 1) float64.
-        wide: True for scores that are float64 themselves, whose masses take the library's exp.
+        scores: Scores, in their own dtype.
+        m, temperature: Largest score and temperature of each row, (rows, 1) float64.
     """
-    if wide:
-        masses = (z / temperature).exp() * 2.0**MASS_BITS
-    else:
-        rate = (math.log2(math.e) / temperature).clamp(max=LARGEST_FLOAT32).float()
-        # With an exponent of -64, the mass is 0.
-        y = (z.clamp(min=-LARGEST_FLOAT32).float() * rate).clamp(min=-64.0)
-        n = y.round()
-        f, power = y - n, torch.full_like(y, POWER_OF_TWO[-1])
-        for coefficient in POWER_OF_TWO[-2::-1]:
-            power = power * f
-            power = power + coefficient
-        masses = torch.ldexp(power, n + MASS_BITS)
-    return masses.round().nan_to_num(0.0).long()
+    if scores.dtype == torch.float64:
+        return ((below(scores, m) / temperature).exp() * 2.0**MASS_BITS).round().nan_to_num(0.0).long()
+    rate = (math.log2(math.e) / temperature).clamp(max=LARGEST_FLOAT32).float().double()
+    y = scores.double() * rate
+    n = y.floor()
+    octaves = torch.where(scores == m, 0.0, n - (m * rate).floor())
+    unit = 2.0**FRACTION_BITS
+    # The fraction of an infinite score is NaN.
+    g = 1.0 + ((y - n) * unit).round().nan_to_num(0.0) / unit
+    power = torch.full_like(g, POWER_OF_TWO[-1])
+    for coefficient in POWER_OF_TWO[-2::-1]:
+        power = (power * g + coefficient).float().double()
+    power = (power * unit).long()
+    left = (octaves.clamp(min=-63.0).nan_to_num(-63.0) + (MASS_BITS - FRACTION_BITS)).long()
+    return torch.where(left < 0, power >> -left.clamp(max=0), power << left.clamp(min=0))
 
 
-def log_of(mass: Tensor) -> Tensor:
-    """Logarithm of a mass, float64."""
-    # The mass of one token is 1, of which every library's logarithm is 0.
-    return (mass.double() * 2.0**-MASS_BITS).log()
+def log_of(mass: Tensor, largest: Tensor) -> Tensor:
+    """Logarithm of a mass in units of the mass of the row's largest score, float64."""
+    # If only that one is kept, the quotient is 1, of which every library's logarithm is 0.
+    return (mass.double() / largest.double()).log()
 
 
 def log_sum_of(z: Tensor, kept: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..core.arrays import Array
 from ..core.options import LARGEST_FLOAT32
 from . import verification
-from .masses import MASS_BITS, POWER_OF_TWO
+from .masses import FRACTION_BITS, MASS_BITS, POWER_OF_TWO
 from .philox import ACCEPT, CORRECT, GRID, LOW, SAMPLE, philox
 from .rules import Parameters
 
@@ -73,7 +73,7 @@ def sample(
     columns = xp.argmax(_keys(of, found, seed, offset), -1, keepdims=True)
     kept = xp.sum(mask, -1, keepdims=True)
     if raw:
-        found = _without_filters(of, found, scores.dtype == xp.float64)
+        found = _without_filters(of, found, scores)
     if top:
         columns = xp.concatenate([columns, of.largest(ordered(of, scores), top)], -1)
     logprobs = xp.take_along_axis(found.z, columns, -1) / found.temperature - found.log_sum
@@ -95,10 +95,8 @@ def distribution_of(of: Functions, scores: Array, given: Parameters) -> Distribu
     for p in (given.top_p, given.min_p):
         valid = valid if p is None else valid & ~xp.isnan(p)
     temperature = xp.where(greedy, 1.0, temperature)
-    # The difference of two infinite scores would be NaN.
-    z = xp.where(scores == m, 0.0, scores - m)
-    wide = scores.dtype == xp.float64
-    masses, kept = _masses(of, z, temperature, wide), z > -xp.inf
+    z, masses = _below(of, scores, m), _masses(of, scores, m, temperature)
+    kept = z > -xp.inf
     if given.top_k is not None:
         number = xp.sum(kept, -1, keepdims=True)
         wanted = xp.where(given.top_k > 0, xp.minimum(given.top_k, number), number)
@@ -111,7 +109,10 @@ def distribution_of(of: Functions, scores: Array, given: Parameters) -> Distribu
     if given.min_p is not None:
         kept = kept & (z >= temperature * xp.log(xp.clip(given.min_p, 0.0, 1.0)))
     kept = xp.where(greedy, xp.arange(scores.shape[-1]) == largest, kept)
-    log_sum = _log_sum(of, z / temperature, kept) if wide else _log(of, xp.where(kept, masses, 0))
+    if scores.dtype == xp.float64:
+        log_sum = _log_sum(of, z / temperature, kept)
+    else:
+        log_sum = _log(of, xp.where(kept, masses, 0), xp.max(masses, -1, keepdims=True))
     return Distribution(z, kept, m, temperature, log_sum, valid)
 
 
@@ -187,27 +188,39 @@ def rank_of(of: Functions, keys: Array, target: Array) -> Array:
     return xp.where(inside, rank, 0)[..., 0]
 
 
-def _masses(of: Functions, z: Array, temperature: Array, wide: bool) -> Array:
-    """The masses as `masses_of` in distribution.py makes them, int64; each float32 number is a float64 array here."""
+def _masses(of: Functions, scores: Array, m: Array, temperature: Array) -> Array:
+    """The masses of scores by the definition of masses.py, int64; for float64 scores, by the library's exp."""
     xp = of.xp
-    if wide:
-        masses = xp.exp(z / temperature) * 2.0**MASS_BITS
-    else:
-        rate = of.float32(xp.minimum(math.log2(math.e) / temperature, LARGEST_FLOAT32))
-        # With an exponent of -64, the mass is 0.
-        y = xp.maximum(of.float32(of.float32(xp.maximum(z, -LARGEST_FLOAT32)) * rate), -64.0)
-        n = xp.round(y)
-        f, power = y - n, xp.full_like(y, POWER_OF_TWO[-1])
-        for coefficient in POWER_OF_TWO[-2::-1]:
-            power = of.float32(of.float32(power * f) + coefficient)
-        exponent = xp.where(xp.isnan(n), 0, n).astype(xp.int64) + MASS_BITS
-        masses = power * (exponent + 1023 << 52).view(xp.float64)
-    return xp.where(xp.isnan(masses), 0, xp.round(masses)).astype(xp.int64)
+    if scores.dtype == xp.float64:
+        masses = xp.exp(_below(of, scores, m) / temperature) * 2.0**MASS_BITS
+        return xp.where(xp.isnan(masses), 0, xp.round(masses)).astype(xp.int64)
+    rate = of.float32(xp.minimum(math.log2(math.e) / temperature, LARGEST_FLOAT32))
+    y = scores.astype(xp.float64) * rate
+    n = xp.floor(y)
+    octaves = xp.where(scores == m, 0.0, n - xp.floor(m * rate))
+    unit = 2.0**FRACTION_BITS
+    g = 1.0 + xp.round((y - n) * unit) / unit
+    # The fraction of an infinite score is NaN.
+    g = xp.where(xp.isnan(g), 1.0, g)
+    power = xp.full_like(g, POWER_OF_TWO[-1])
+    for coefficient in POWER_OF_TWO[-2::-1]:
+        power = of.float32(power * g + coefficient)
+    power = (power * unit).astype(xp.int64)
+    octaves = xp.where(octaves > -63.0, octaves, -63.0)
+    left = octaves.astype(xp.int64) + (MASS_BITS - FRACTION_BITS)
+    return xp.where(left < 0, power >> xp.maximum(-left, 0), power << xp.maximum(left, 0))
 
 
-def _log(of: Functions, masses: Array) -> Array:
-    """Logarithm of the sum of the masses of each row, (rows, 1) float64."""
-    return of.xp.log(of.xp.sum(masses, -1, keepdims=True).astype(of.xp.float64) * 2.0**-MASS_BITS)
+def _below(of: Functions, scores: Array, m: Array) -> Array:
+    """Scores less the largest, float64."""
+    # The difference of two infinite scores would be NaN.
+    return of.xp.where(scores == m, 0.0, scores - m)
+
+
+def _log(of: Functions, masses: Array, largest: Array) -> Array:
+    """Logarithm of the sum of the masses of each row, in units of the largest one, (rows, 1) float64."""
+    total = of.xp.sum(masses, -1, keepdims=True)
+    return of.xp.log(total.astype(of.xp.float64) / largest.astype(of.xp.float64))
 
 
 def _log_sum(of: Functions, z: Array, kept: Array) -> Array:
@@ -215,10 +228,14 @@ def _log_sum(of: Functions, z: Array, kept: Array) -> Array:
     return of.xp.log(of.xp.sum(of.xp.where(kept, of.xp.exp(z), 0.0), -1, keepdims=True))
 
 
-def _without_filters(of: Functions, found: Distribution, wide: bool) -> Distribution:
-    """The distribution of all tokens at the temperature 1; `wide` for float64 scores."""
+def _without_filters(of: Functions, found: Distribution, scores: Array) -> Distribution:
+    """The distribution of all tokens of the scores at the temperature 1."""
     one, kept = of.xp.ones_like(found.temperature), of.xp.ones_like(found.kept)
-    log_sum = _log_sum(of, found.z, kept) if wide else _log(of, _masses(of, found.z, one, False))
+    if scores.dtype == of.xp.float64:
+        log_sum = _log_sum(of, found.z, kept)
+    else:
+        masses = _masses(of, scores, found.m, one)
+        log_sum = _log(of, masses, of.xp.max(masses, -1, keepdims=True))
     return found._replace(temperature=one, kept=kept, log_sum=log_sum)
 
 

@@ -113,7 +113,7 @@ def _sample(scores: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor
     column = found.tokens.where(keys == keys.amax(1, keepdim=True), LARGEST_INT64).argmin(1, keepdim=True)
     kept = found.kept.sum(1, keepdim=True)
     if raw:
-        found = _without_filters(found, scores.dtype == torch.float64)
+        found = _without_filters(found, scores)
     # With a filter, the tokens are in the order of their scores already.  Without tokens to list, `torch.jit.trace`
     # would see the order made for nothing, which ends in an internal error of PyTorch.
     listed = parameters.filters or not top
@@ -198,8 +198,12 @@ def _verify(
     return Verified(accepted.squeeze(1), found, logprobs.to(scores.dtype), here.valid.squeeze(1))
 
 
-def _without_filters(found: Distribution, wide: bool) -> Distribution:
-    """The distribution of all tokens at the temperature 1; `wide` as for `masses_of`."""
+def _without_filters(found: Distribution, scores: Tensor) -> Distribution:
+    """The distribution of all tokens of the scores at the temperature 1."""
     one, kept = torch.ones_like(found.temperature), torch.ones_like(found.kept)
-    log_sum = log_sum_of(found.z, kept) if wide else log_of(masses_of(found.z, one, False).sum(1, keepdim=True))
+    if scores.dtype == torch.float64:
+        log_sum = log_sum_of(found.z, kept)
+    else:
+        masses = masses_of(scores, found.m, one)
+        log_sum = log_of(masses.sum(1, keepdim=True), masses.amax(1, keepdim=True))
     return found._replace(temperature=one, kept=kept, log_sum=log_sum)

@@ -174,11 +174,14 @@ def _winner(
     if wide:
         total = log_sum_of(z / divisor, summed).view(torch.int64)
     else:
-        total = masses_of(z, divisor, False).where(summed, 0).sum(1, keepdim=True)
+        total = masses_of(scores, filters.m, divisor).where(summed, 0).sum(1, keepdim=True)
     best = [t.gather(1, at).view(torch.int64) for t in (keys, z)]
     sent = torch.cat([*best, here.tokens[at], kept.sum(1, keepdim=True), total], 1)
     keys, z, tokens, numbers, totals = gathered(sent, *here.groups).permute(2, 1, 0)
     keys, z = keys.view(torch.float64), z.view(torch.float64)
     at = tokens.where(keys == keys.amax(1, keepdim=True), LARGEST_INT64).argmin(1, keepdim=True)
-    log_sum = totals.view(torch.float64).logsumexp(1, keepdim=True) if wide else log_of(totals.sum(1, keepdim=True))
+    if wide:
+        log_sum = totals.view(torch.float64).logsumexp(1, keepdim=True)
+    else:
+        log_sum = log_of(totals.sum(1, keepdim=True), masses_of(filters.m.to(scores.dtype), filters.m, divisor))
     return tokens.gather(1, at), z.gather(1, at), numbers.sum(1, keepdim=True), log_sum

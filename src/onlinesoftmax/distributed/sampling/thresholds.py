@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.processes import gathered, start_adding
-from ...sampling.distribution import below, mass_of, masses_of, number_of
+from ...sampling.distribution import mass_of, masses_of, number_of
 from ...sampling.order import ordered, scores_in_order
 from ...sampling.rules import Parameters
 
@@ -140,7 +140,7 @@ def threshold_of(rows: Candidates | Slices, given: Parameters, m: Tensor, temper
         given: Parameters, with top_k, top_p or both.
         m, temperature: Largest score and temperature of each row, (rows, 1) float64.
     """
-    scores, counts, wide = rows.scores, rows.counts, rows.scores.dtype == torch.float64
+    scores, counts = rows.scores, rows.counts
     found = Threshold(
         scores.new_full((len(scores), 1), -torch.inf), torch.zeros_like(m).long() if given.first else None
     )
@@ -151,11 +151,11 @@ def threshold_of(rows: Candidates | Slices, given: Parameters, m: Tensor, temper
         return found
     if given.top_k is not None:
         counts = found.kept(scores, counts, rows.before(found.score) if given.first else 0)
-    masses = masses_of(below(scores, m), temperature, wide) * counts
+    masses = masses_of(scores, m, temperature) * counts
     score, left = rows.reached(masses, partial(mass_of, given.top_p))
     limits = given.top_p.unsqueeze(1) < 1
     ties = None
     if found.ties is not None:
-        each = masses_of(below(score, m), temperature, wide).clamp(min=1)
+        each = masses_of(score, m, temperature).clamp(min=1)
         ties = torch.where(limits, (left + each - 1) // each, found.ties)
     return Threshold(torch.where(limits, score, found.score), ties)

@@ -13,7 +13,7 @@ from ...sampling import kernels as sampling
 from ...sampling.kernels.source import constants_of
 from ...sampling.kernels.which_kernel import refusal
 from ..rules import Call, Rule, Score
-from ..selection import HALF_LOG
+from ..selection import HALF_LOG, MASS_BITS, POWER_OF_TWO
 
 SCORES = "scores", sampling.__name__
 """A file of another room."""
@@ -337,4 +337,5 @@ def constants_of_weights(score: Score, renormalize: bool, dtype: str, numbers: d
     scores = ", ".join(one.name for one in Score)
     flags: dict[str, bool | int] = {"OF_CHOSEN": score is Score.SOFTMAX and renormalize, "RENORMALIZE": renormalize}
     first = f"enum class Score {{ {scores} }};\nconstexpr Score SCORE = Score::{score.name};\n"
-    return first + constants_of(dtype, numbers | flags)
+    powers = "".join(f"constexpr float POWER_OF_TWO_{i} = {c!r}f;\n" for i, c in enumerate(POWER_OF_TWO))
+    return first + powers + constants_of(dtype, numbers | flags | {"MASS_BITS": MASS_BITS})

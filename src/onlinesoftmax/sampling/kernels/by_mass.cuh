@@ -8,53 +8,14 @@
 constexpr int MOST_BETWEEN = 2048;
 static_assert(2 * MOST_BETWEEN <= CAPACITY - FEW, "the list, and keys that are picked of it, stand behind the other list");
 
-// Part of a bin that the window takes on both sides, for the errors of the estimate.
+// Part of a bin that the window takes on both sides, for the errors of the estimate; it takes more bins of each side with
+// fewer than MORE_TOKENS tokens together.  Where tokens are few, one may have so much of the mass that its place in a bin
+// counts: of rows with 30 large tokens and top_p = 0.99, a few were read three times, and 512 took twice as long.
 constexpr float MARGIN = 0.125f;
+constexpr unsigned MORE_TOKENS = 32;
 
 // Scores: a token from `high` on is kept, and one below `low` is not.
 struct Window { float high, low; };
-
-// Tokens whose score and noise together are far enough up that one of them wins, almost certainly.
-//
-// About e^4 tokens have a sum above the logarithm of all masses, minus 4; that there is none has a probability of 2 * 10^-24
-// if the masses are known.  EXP_RIVALS is e^4 and 0.2 % for rounding.
-constexpr float EXP_RIVALS = 54.71f;
-struct Rivals {
-    uint64* list;        // MOST_RIVALS sort keys
-    // The uniform number u of a token has 1 - u < -log(u), so only one with 1 - u <= 2^(x * rate + shift) gets there.
-    float rate, shift;
-    float bound;         // no other token has a sum above it: a base-2 logarithm, relative to the score m
-
-    // Expects that the masses have this sum, in units of the mass of the score m.
-    __device__ inline void expect(float m, float its_rate, float masses) {
-        rate = its_rate;
-        const float least = log_of_two(masses * (1 / EXP_RIVALS));
-        // The product has two roundings.
-        bound = least + 0.001f, shift = 2.5e-7f * fabs(m * rate) - m * rate - least;
-    }
-    // Returns true if no token beside the list can beat the winner; `peak` is the base-2 logarithm of the mass of m.
-    __device__ inline bool include(const Winner& winner, float peak) const {
-        return winner.word && winner.sum() - Winner::ERROR >= bound + peak;
-    }
-    // True if a token with this score and random number may win.
-    __device__ inline bool has(float x, unsigned bits) const {
-        const float missing = __uint_as_float(0x3f800000u | ~bits >> 9);   // 2 - u, or a little less
-        return missing <= 1 + power_of_two(fma(x, rate, shift));
-    }
-    // A bit for each token of a tile that may win; the tile begins with token `first` of the row, a multiple of 4.
-    __device__ inline unsigned among(const Tiles& tiles, unsigned first, uint64 seed, uint64 offset) const {
-        unsigned found = 0;
-#pragma unroll
-        for (int group = 0; group < OWN_TOKENS; group += 4) {
-            const Words words = philox((first + Tiles::token(group)) / 4, offset, seed);
-            // Most groups have no such token, not even with the largest score and the largest number.
-            if (has(tiles.largest_of_four(group), max(max(words.of[0], words.of[1]), max(words.of[2], words.of[3]))))
-#pragma unroll
-                for (int j = 0; j < 4; ++j) found |= unsigned(has(tiles.score(group + j), words.of[j])) << (group + j);
-        }
-        return found;
-    }
-};
 
 // Replaces the counts of each block by the sums of those of all blocks.  A block adds a part of them and gives it to the
 // others, because words of other blocks come slowly.  `room` is for SPREAD / 2 words.
@@ -76,8 +37,11 @@ __device__ inline void add_counts(const Slice& slice, const Spread& spread, uint
     wait_for_words(added, 0);
 }
 
-// The bin in which the masses of a row reach the goal of top_p, nearly.  All blocks compute the same.
-__device__ inline int estimate(const Row& row, Slice& slice, const Spread& spread, uint64* room, Board* board) {
+// The bins in which the masses of a row reach the goal of top_p, nearly: the first one, and the one behind the last.
+struct Bins { int first, end; };
+
+// All blocks compute the same.
+__device__ inline Bins estimate(const Row& row, Slice& slice, const Spread& spread, uint64* room, Board* board) {
     constexpr int OWN = SPREAD / THREADS;
     const int thread = threadIdx.x;
     Exchange& exchange = *slice.exchange;
@@ -89,7 +53,7 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
     uint64 masses = 0;
 #pragma unroll 1
     for (int i = thread / CLUSTER; i < above; i += THREADS / CLUSTER)
-        masses += mass_of(below(score_of(get_word(&spread.above[i], of)), row.m), row.rate);
+        masses += row.mass(get_word(&spread.above[i], of));
     masses = sum_of_lanes(masses);
     if (thread % 32 == 0 && masses) add_shared(&exchange.found[0], masses);
     __syncthreads();
@@ -98,7 +62,7 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
     for (int i = 0; i < OWN; ++i) {
         const float z = fmin(spread.score(thread * OWN + i + 0.5f) - row.m, 0.0f);
         bins[i] = spread.counts[thread * OWN + i] * power_of_two(z * row.rate);
-        if (thread + i == 0) bins[i] = float(int64(exchange.found[0])) / (uint64(1) << MASS_BITS);
+        if (thread + i == 0) bins[i] = float(int64(exchange.found[0])) / float(int64(mass_of(row.m, row.m, row.rate)));
         if (thread * OWN + i == SPREAD - 1) bins[i] = 0;
         own += bins[i];
     }
@@ -115,7 +79,17 @@ __device__ inline int estimate(const Row& row, Slice& slice, const Spread& sprea
     }
     raise(&board->peak, unsigned(bin + 1));
     __syncthreads();
-    return max(int(board->peak) - 1, 0);
+    bin = max(int(board->peak) - 1, 0);
+    // Each half of a warp looks at the bins on one side, as far as they have few tokens.
+    const int lane = thread % 32, other = lane < 16 ? bin - 1 - lane : bin - 15 + lane;
+    unsigned tokens = other > 0 && other < SPREAD ? spread.counts[other] : MORE_TOKENS;
+#pragma unroll 1
+    for (int step = 1; step < 16; step *= 2) {
+        const unsigned before = from_lane(tokens, lane % 16 >= step ? lane - step : lane);
+        if (lane % 16 >= step) tokens += before;
+    }
+    const unsigned few = __ballot_sync(~0u, tokens < MORE_TOKENS);
+    return {bin - __popc(few & 0xffff), bin + 1 + __popc(few >> 16)};
 }
 
 // The words of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it,
@@ -143,21 +117,24 @@ __device__ inline void count_above(unsigned& number, unsigned& listed, float x, 
 // One pass over the slice, which lists the tokens in the window.  It begins with the tiles that were read last: of a slice
 // that the L2 cache does not hold, these are still there.
 __device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window, uint64* between, Board* board) {
-    const float m = row.m, rate = row.rate;
+    const float rate = row.rate;
+    // These, less the bits of WHOLE plus the octave of a score, are the places that its mantissa is shifted right.
+    const unsigned right = __float_as_uint(WHOLE) + int(power_of(row.m, rate).octave) + RIGHT;
     uint64 total = 0, of_above = 0, of_between = 0;
     unsigned number = 0, most = 0, least = 0;
     Tiles tiles;
     const int last = Tiles::last(slice);
-    tiles.begin(slice, last);
 #pragma unroll 1
     for (int tile = last; tile >= 0; tile -= TILE) {
         __syncwarp();   // the threads that have listed tokens go on with the others
-        tiles.take<true>(slice, tile);
+        tiles.read_backward(slice, tile);
         unsigned listed = 0;
 #pragma unroll
         for (int i = 0; i < OWN_TOKENS; ++i) {
-            const float x = tiles.score(i);
-            const uint64 mass = mass_of(__fadd_rn(x, -m), rate);
+            // As mass_of.
+            const float x = tiles.score(i), y = plus_whole(x, rate);
+            const unsigned mantissa = mantissa_of(fma(x, rate, (WHOLE + 1) - y));
+            const uint64 mass = shifted(mantissa, right - __float_as_uint(y));
             total += mass, of_above += x >= window.high ? mass : 0;
             count_above(number, listed, x, window, 1u << i);
         }
@@ -269,59 +246,6 @@ __device__ inline uint64 threshold(
     return row.with_ties(largest_of_lanes(lane < few && sum >= found.goal ? own : 0));
 }
 
-// Lists the rivals among the kept tokens, whose masses have the sum `mass`; false where they do not fit the list.  Block 0
-// gets those of all blocks, and `count` of them.
-__device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint64 mass, Rivals& rivals, Board* board, int& count) {
-    if (threadIdx.x == 0) board->counts[1] = 0;
-    wait_for_cluster();   // block 0 has not waited for the others
-    rivals.expect(row.m, row.rate, float(int64(mass)) / (uint64(1) << MASS_BITS));
-    Tiles tiles;
-    tiles.begin(slice);
-#pragma unroll 1
-    for (int tile = 0; tile < slice.count; tile += TILE) {
-        __syncwarp();
-        tiles.take(slice, tile);
-        unsigned listed = rivals.among(tiles, unsigned(slice.begin + tile), row.seed, row.offset);
-#pragma unroll 1
-        for (; listed; listed &= listed - 1) {
-            const int i = __ffs(listed) - 1;
-            const uint64 key = key_of(tiles.pick(i), unsigned(slice.begin) + tile + Tiles::token(i));
-            if (row.keeps(key, kept)) append(rivals.list, MOST_RIVALS, &board->counts[1], key);
-        }
-    }
-    __syncthreads();
-    const uint64 own[] = {board->counts[1]};
-    uint64 total = 0, before = 0;
-    const Slice::Words shared = slice.share(own);
-#pragma unroll 1
-    for (int block = 0; block < CLUSTER; ++block) {
-        before = block == slice.rank ? total : before;
-        total += shared[block][0];
-    }
-    count = int(total);
-    if (total > MOST_RIVALS) return false;
-    gather(slice, rivals.list, int(own[0]), before);
-    wait_for_keys(slice, count - int(own[0]), 1);
-    return true;
-}
-
-// Finds the winner among the kept tokens, whose masses have the sum `mass`, where it is not among the rivals of the first
-// pass.  Returns the next `turn` of the slice, inverted where search_row has to take the row.
-__device__ __noinline__ int win_again(
-    const Row& row, Slice slice, Kept kept, uint64 mass, Rivals rivals, Board* board, Result& result
-) {
-    int count = 0;
-    if (!list_rivals(row, slice, kept, mass, rivals, board, count)) return ~slice.turn;
-    uint64 words[] = {0};
-    if (slice.rank == 0) {
-        const Winner winner = sum_and_win(row, slice, nullptr, 0, rivals.list, count, kept).winner;
-        if (threadIdx.x == 0) result.outcome.winner = winner.key;
-        words[0] = !rivals.include(winner, 0);
-    }
-    slice.tell(words);
-    return words[0] ? ~slice.turn : slice.turn;
-}
-
 // The outcome of a row, in block 0, in shared memory; false where search_row has to take it.  `count` is the
 // number of all rivals that the first pass has listed, and `peak` the score that their bound refers to; `coming` keys are on
 // the way to block 0.
@@ -334,9 +258,9 @@ __device__ inline bool choose_by_mass(
     const bool cuts = row.top_p < 1;
     Window window{least, least};
     if (cuts) {
-        const int bin = estimate(row, slice, spread, between, board);
-        window.high = bin > 0 ? fmax(spread.score(bin - MARGIN), least) : INF;
-        window.low = fmax(spread.score(bin + 1 + MARGIN), least);
+        const Bins bins = estimate(row, slice, spread, between, board);
+        window.high = bins.first > 0 ? fmax(spread.score(bins.first - MARGIN), least) : INF;
+        window.low = fmax(spread.score(bins.end + MARGIN), least);
     }
     const Inbox<MOST_BETWEEN> inbox{picked};
     const auto listed_by_lane = [&] { return unsigned(slice.shared()[threadIdx.x % CLUSTER][LISTED]); };
@@ -352,7 +276,8 @@ __device__ inline bool choose_by_mass(
         reached = cuts && found.words[ABOVE] + found.words[BETWEEN] >= found.goal;
         // Where min_p keeps less than top_p, the goal is not reached.
         if (!low && (reached || window.low == least)) { is_there = true; break; }
-        const float width = spread.width() * (2 * turn + 2);
+        // Few tokens in the window may have much of the mass each, which the bins tell less exactly.
+        const float width = spread.width() * (2 * turn + 2) * (found.words[LISTED] < 4 * MORE_TOKENS ? 8 : 1);
         window = low ? Window{window.high + width, window.high} : Window{window.low, fmax(window.low - width, least)};
     }
     if (is_there && !found.equal) {

@@ -19,7 +19,7 @@ struct Row {
         const float x = score_of(its);
         return its >= kept.key && below(x, m) > -INF && exactly_below(x, m) >= kept.least;
     }
-    __device__ inline uint64 mass(uint64 its) const { return mass_of(below(score_of(its), m), rate); }
+    __device__ inline uint64 mass(uint64 its) const { return mass_of(score_of(its), m, rate); }
     // The mass that top_p keeps of a total.
     __device__ inline uint64 goal(uint64 total) const {
         const double wanted = ceil(top_p * double(int64(total)));

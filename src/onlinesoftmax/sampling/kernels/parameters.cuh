@@ -8,7 +8,8 @@ struct Sampling {
     const int64* seed; const int64* offset;
     int64* token; float* logprob; float* lse; int64* kept; unsigned char* valid;
     int64* top_tokens; float* top_logprobs;
-    uint64* kept_key; int64* kept_mass;   // the least sort key that is kept, min_p apart, and the mass that is kept; or null
+    // The least sort key that is kept, min_p apart, and the mass that is kept, over that of the largest token; or null.
+    uint64* kept_key; double* kept_sum;
     int64 stride, cols, slice;   // in tokens: from row to row, of a row, of a block
     int64 first;   // 1 to keep the lowest ids of the tokens that are equal at a threshold
     int64 raw;     // 1 for log-probabilities of all tokens at the temperature 1

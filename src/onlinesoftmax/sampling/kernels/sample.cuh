@@ -6,8 +6,8 @@
 //             memory, and once more for raw log-probabilities, or where the rivals do not suffice.
 // Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^23 - 1 tokens (masses.py).
 //
-// What is kept is what distribution.py keeps, bit for bit: masses are whole numbers, and every float32 operation behind
-// them is rounded by itself.  So the order of additions, and the cut of a row, do not matter.
+// What is kept is what distribution.py keeps, bit for bit: masses are whole numbers (masses.py).  So the order of additions,
+// and the cut of a row, do not matter.
 //
 // A list holds the tokens that top_k keeps, and those of the largest log-probabilities (candidates.cuh, choose.cuh).  Of
 // rows without top_k, the first read lists the tokens that may win, and by_mass.cuh adds the masses in the second one.
@@ -211,7 +211,7 @@ __device__ __noinline__ uint64 raw_sum(Slice slice, float m) {
         Chunk<X, VECTOR> at;
         slice.fetch(at, i), slice.complete(at, i);
 #pragma unroll
-        for (int j = 0; j < VECTOR; ++j) sum[0] += mass_of(below(wide(at, j), m), float(LOG2_E));
+        for (int j = 0; j < VECTOR; ++j) sum[0] += mass_of(wide(at, j), m, float(LOG2_E));
     }
     slice.reduce(sum, [](uint64 (&to)[1], const uint64* other) { to[0] += other[0]; });
     return sum[0];
@@ -250,8 +250,8 @@ __device__ __noinline__ int add_masses(
     const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, Rivals rivals, uint64* list, Board* board,
     Found& found, Result& result
 ) {
-    // The passes subtract m without the care of `below`.
-    if (row.m == INF || row.m - -LARGEST_FLOAT32 == INF || row.rate < 1e-30f) return slice.turn;
+    // The pass adds WHOLE to the products of scores and rate.
+    if (!(fabs(row.m) < INF && fabs(row.m * row.rate) < NEAR && row.rate > 1e-30f)) return slice.turn;
     gather(slice, list, board->count, seen.offset);
     const bool fit = seen.rivals <= MOST_RIVALS;
     if (fit) gather(slice, rivals.list, board->counts[1], seen.rivals_offset);
@@ -280,7 +280,7 @@ __device__ __noinline__ void search_row(
     if (!row.greedy && row.top_p < 1) {
         const auto weight = [&](float x, unsigned token) {
             const float z = below(x, m);
-            return z > -INF && key_of(x, token) >= kept.key ? mass_of(z, row.rate) : 0;
+            return z > -INF && key_of(x, token) >= kept.key ? mass_of(x, m, row.rate) : 0;
         };
         kept.key = max(kept.key, search.key_at(row.goal(search.add(weight)), row.first, weight));
     }
@@ -290,9 +290,9 @@ __device__ __noinline__ void search_row(
     slice.each([&](float x, unsigned token) {
         const float z = below(x, m);
         const uint64 key = key_of(x, token);
-        sums[1] += mass_of(z, float(LOG2_E));
+        sums[1] += mass_of(x, m, float(LOG2_E));
         if (!row.keeps(key, kept)) return;
-        sums[0] += mass_of(z, row.rate), ++sums[2];
+        sums[0] += mass_of(x, m, row.rate), ++sums[2];
         const float missing = row.greedy ? 0 : missing_noise(float(best.sum), z, float(row.divisor));
         if (missing < NOISE_BOUND) best.take(sum_of(row, key), key);
     });
@@ -337,8 +337,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
 
     const Kept kept = result.kept;
     const Outcome found = result.outcome;
-    const double log_sum = !row.valid || (row.greedy && !p.raw) ? 0
-        : log_of(double(int64(p.raw ? found.raw : found.mass)), -MASS_BITS);
+    // Masses over that of the largest token: of this one alone, the sum is 1, and its logarithm 0.
+    const auto over_largest = [&](uint64 mass, float rate) {
+        return double(int64(mass)) / double(int64(mass_of(row.m, row.m, rate)));
+    };
+    const double kept_sum = row.valid && !row.greedy ? over_largest(found.mass, row.rate) : 1;
+    const double log_sum = row.valid ? log_of(p.raw ? over_largest(found.raw, float(LOG2_E)) : kept_sum, 0) : 0;
     const double rate = p.raw ? 1 : 1 / row.divisor;   // of the log-probabilities
     const auto logprob = [&](uint64 key) {
         const bool known = p.raw || (row.greedy ? key == found.winner : row.keeps(key, kept));
@@ -352,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
         p.valid[at] = row.valid;
         if (p.kept_key) {
             p.kept_key[at] = row.greedy ? found.winner : kept.key;
-            p.kept_mass[at] = row.greedy ? int64(1) << MASS_BITS : int64(found.mass);
+            p.kept_sum[at] = kept_sum;
         }
     }
 #pragma unroll 1

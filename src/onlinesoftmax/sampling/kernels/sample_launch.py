@@ -50,7 +50,7 @@ def launch_of(scores: Tensor, parameters: Parameters, raw: bool, top: int, each:
     """The function launch(x, temperature, seed, offset, filters, results) that launches sample.cuh; None if none does.
 
     The GPU is the current one.  The arguments are those of the function of `bind`, and the addresses of the results:
-    those of Sampled up to the top tokens, then kept_key and kept_mass; 0 for one of the last four that is not wanted.
+    those of Sampled up to the top tokens, then kept_key and kept_sum; 0 for one of the last four that is not wanted.
 
     Args:
         scores, parameters, raw, top: As for `bind`.

@@ -1,6 +1,4 @@
-// What the kernel that samples computes of one score: its mass, and its sort key.
-//
-// The masses are those of distribution.py, bit for bit: every float32 operation behind them is rounded by itself.
+// What the kernels that sample compute of one score: its distance from the largest, and its sort key.
 
 // Above every sort key and every token id.
 constexpr uint64 ALL = ~uint64(0);
@@ -26,22 +24,6 @@ __device__ inline float below(float x, float m) {
 
 // The score less the largest in float64, which holds the difference of any two finite float32 numbers.
 __device__ inline double exactly_below(float x, float m) { return x == m ? 0 : double(x) - double(m); }
-
-// exp(z / temperature) in units of 2^-MASS_BITS, before it is rounded to a whole number.
-__device__ inline float raw_mass(float z, float rate) {
-    // 1.5 * 2^23: a sum with it is a whole number, in the low bits, to which the exponent of the unit is added here.
-    constexpr float ROUND = 12582912.0f + MASS_BITS;
-    const float y = fmax(__fmul_rn(z, rate), -64.0f), sum = __fadd_rn(y, ROUND), f = __fadd_rn(y, -__fadd_rn(sum, -ROUND));
-    constexpr float of[] = {POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6};
-    float power = of[6];
-#pragma unroll
-    for (int i = 5; i >= 0; --i) power = __fadd_rn(__fmul_rn(power, f), of[i]);
-    // The shift leaves the whole number, which is added to the exponent.
-    return __uint_as_float(__float_as_uint(power) + (__float_as_uint(sum) << 23));
-}
-
-// The mass, as masses_of in distribution.py.
-__device__ inline uint64 mass_of(float z, float rate) { return __float2ull_rn(raw_mass(z, rate)); }
 
 // Float32 numbers in the order of integers.
 __device__ inline unsigned word_of(float x) {

@@ -12,14 +12,14 @@ from ...core.task import ITEMSIZE
 from ...kernels import cuda
 from ...kernels.cuda.arguments import OwnKernel
 from ...kernels.cuda.source import declarations, typed
-from ..masses import MASS_BITS, POWER_OF_TWO
+from ..masses import FRACTION_BITS, MASS_BITS, POWER_OF_TWO
 from ..philox import ROUNDS
 
 _SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
 _OWN = (
-    "scores", "noise", "exchange", "tiles", "lists", "candidates", "choose", "parameters", "spread", "by_mass",
-    "search", "sample",
+    "scores", "masses", "noise", "exchange", "tiles", "lists", "candidates", "choose", "parameters", "spread",
+    "rivals", "by_mass", "search", "sample",
 )  # fmt: skip
 
 FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
@@ -68,7 +68,7 @@ OVERHEAD = 8192
 
 POINTERS = (
     "x", "temperature", "top_k", "top_p", "min_p", "seed", "offset", "token", "logprob", "lse", "kept", "valid",
-    "top_tokens", "top_logprobs", "kept_key", "kept_mass",
+    "top_tokens", "top_logprobs", "kept_key", "kept_sum",
 )  # fmt: skip
 """Fields of the kernel's parameter, in the order of the struct; then come NUMBERS."""
 
@@ -213,8 +213,10 @@ def constants_of(dtype: str, numbers: dict[str, bool | int]) -> str:
         dtype: Dtype of the logits.
         numbers: Constants of this kernel; those that all kernels of sampling have are added.
     """
-    common = {"VECTOR": 16 // ITEMSIZE[dtype], "MASS_BITS": MASS_BITS, "ROUNDS": ROUNDS}
-    floats = {f"POWER_{i}": float(c) for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
+    common = {
+        "VECTOR": 16 // ITEMSIZE[dtype], "ROUNDS": ROUNDS, "MASS_BITS": MASS_BITS, "FRACTION_BITS": FRACTION_BITS,
+    }  # fmt: skip
+    floats = {f"POWER_{i}": c for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
     doubles = {"LOG2_E": math.log2(math.e), "LOG_2": math.log(2.0)}
     constants = [("float", name, f"{value!r}f") for name, value in floats.items()]
     constants += [("double", name, repr(value)) for name, value in doubles.items()]

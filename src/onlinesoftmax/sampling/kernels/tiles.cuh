@@ -37,23 +37,36 @@ struct Tiles {
         commit();
         if (i < (max(slice.count, 1) + TILE - 1) / TILE * TILE) slice.complete(slice.held[i / VECTOR], i);
     }
-    // Begins to read the slice with a tile.
-    __device__ inline void begin(const Slice& slice, int tile = 0) {
-        if (!HELD) fetch(slice, tile);
+    // Begins to read the slice.
+    __device__ inline void begin(const Slice& slice) {
+        if (!HELD) fetch(slice, 0);
     }
     // The last tile; -TILE of an empty slice.
     __device__ static inline int last(const Slice& slice) { return (slice.count + TILE - 1) / TILE * TILE - TILE; }
-    // Takes a tile; the one that comes after it sets out, or, BACKWARD, the one before it.
-    template <bool BACKWARD = false> __device__ inline void take(const Slice& slice, int tile) {
-        constexpr int STEP = BACKWARD ? -TILE : TILE;
+    // Takes a tile; the next one sets out.
+    __device__ inline void take(const Slice& slice, int tile) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) now[i] = HELD ? *at(slice, tile, i) : next[i];
-        if (!HELD) {
-            const int later = tile + AHEAD * STEP + int(threadIdx.x) * LINE;
-            fetch(slice, max(tile + STEP, 0));
-            if (threadIdx.x < TILE / LINE && later >= 0 && later < slice.count) prefetch(slice.x + later);
+        if (HELD) return;
+        fetch(slice, tile + TILE);
+        look_ahead(slice, tile + AHEAD * TILE), complete(slice, tile);
+    }
+    // Reads a tile, and waits for it: for loops that need their registers.  The tile before it is read next.
+    __device__ inline void read_backward(const Slice& slice, int tile) {
+        if (!HELD) look_ahead(slice, tile - AHEAD * TILE);
+#pragma unroll
+        for (int i = 0; i < EACH; ++i) {
+            if (HELD) now[i] = *at(slice, tile, i);
+            else slice.fetch(now[i], tile + chunk(i));
         }
-        if (!HELD && tile + TILE > slice.count)
+        if (!HELD) complete(slice, tile);
+    }
+    __device__ static inline void look_ahead(const Slice& slice, int tile) {
+        const int line = tile + int(threadIdx.x) * LINE;
+        if (threadIdx.x < TILE / LINE && line >= 0 && line < slice.count) prefetch(slice.x + line);
+    }
+    __device__ inline void complete(const Slice& slice, int tile) {
+        if (tile + TILE > slice.count)
 #pragma unroll
             for (int i = 0; i < EACH; ++i) slice.complete(now[i], tile + chunk(i));
     }

@@ -236,7 +236,7 @@ __device__ __noinline__ void add_exactly(
         const float z = below(logit, m);
         own.absent += z == -INF;
         if (z == -INF) return;
-        own.sum += double(int64(mass_of(z, rate)));
+        own.sum += double(int64(mass_of(logit, m, rate)));
         // As in `add_with_noise`, most tokens need no logarithm.  2^32 is a little less than 4.3e9.
         const float missing = missing_noise(float(number_of(look_shared(&board.bound))), z, float(divisor));
         const unsigned bits = bits_of(token, parameters.offset, parameters.seed);
@@ -248,7 +248,7 @@ __device__ __noinline__ void add_exactly(
     own.n = 0;
     own = merge_block(own, board);
     if (threadIdx.x) return;
-    const double log_sum = log(own.sum) - MASS_BITS * LOG_2, of_logprobs = RAW ? 1 : divisor;
+    const double log_sum = log(own.sum / double(int64(mass_of(m, m, rate)))), of_logprobs = RAW ? 1 : divisor;
     p.token[row] = own.token;
     p.logprob[row] = float(exactly_below(own.logit, m) / of_logprobs - log_sum);
     p.lse[row] = float(m / of_logprobs + log_sum);

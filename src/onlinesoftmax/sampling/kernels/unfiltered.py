@@ -10,8 +10,8 @@ from .prefetch import STAGES, TOKENS, prefetch_bytes
 from .source import constants_of, most_blocks, slice_of
 
 FILES = (
-    "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "scores", "noise", "prefetch", "parts", "race",
-    "unfiltered",
+    "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "scores", "masses", "noise", "prefetch", "parts",
+    "race", "unfiltered",
 )  # fmt: skip
 """Files of the kernel, in the order of inclusion."""
 

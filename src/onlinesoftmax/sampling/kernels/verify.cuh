@@ -13,7 +13,7 @@
 // Findings of sample.cuh on the positions of a model, one for each position.
 struct Model {
     const X* x;
-    const int64* largest; const uint64* key; const int64* mass;   // token of the largest logit; kept_key, kept_mass of Sampling
+    const int64* largest; const uint64* key; const double* sum;   // token of the largest logit; kept_key, kept_sum of Sampling
     const unsigned char* valid;
 };
 
@@ -66,9 +66,8 @@ struct Position {
 };
 __device__ inline Position position_of(const Model& of, int64 at, int64 stride, const RowParameters& row) {
     const X* const x = of.x + at * stride;
-    // In float64, not by log_of: where one token is kept, the mass is 2^MASS_BITS, and its logarithm has to be 0.
-    return {x, of.key[at], wide(x[of.largest[at]]), row.divisor, row.least,
-            natural_log(double(of.mass[at]) * (1.0 / (int64(1) << MASS_BITS))), bool(of.valid[at])};
+    // In float64, not by log_of: where one token is kept, the sum is 1, and its logarithm has to be 0.
+    return {x, of.key[at], wide(x[of.largest[at]]), row.divisor, row.least, natural_log(of.sum[at]), bool(of.valid[at])};
 }
 
 // A row after its drafts have been decided, in shared memory.

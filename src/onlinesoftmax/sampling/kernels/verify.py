@@ -15,7 +15,7 @@ FILES = (
 )  # fmt: skip
 """Files of the kernel, in the order of inclusion."""
 
-MODEL = "x", "largest", "key", "mass", "valid"
+MODEL = "x", "largest", "key", "sum", "valid"
 """Fields of a model."""
 
 POINTERS = (

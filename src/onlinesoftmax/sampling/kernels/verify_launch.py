@@ -88,7 +88,7 @@ def _bound(
             offsets, size = places[i]
             results = [begin + place for place in offsets]
             launch(x, temperature, seed, offset, filters, results)
-            # The largest token, key, mass and valid.
+            # The largest token, key, sum and valid.
             at = i * len(MODEL)
             models[at : at + len(MODEL)] = x.data_ptr(), results[5], results[7], results[8], results[4]
             begin += 8 * size
@@ -105,7 +105,7 @@ def _places(count: int) -> tuple[tuple[int, ...], int]:
 
     The sampled token is the first.
     """
-    # token, logprob, lse, kept, valid, top_tokens, top_logprobs, kept_key and kept_mass.
+    # token, logprob, lse, kept, valid, top_tokens, top_logprobs, kept_key and kept_sum.
     bytes_before = 0, 40, 44, 8, 52, 16, 48, 24, 32
     return tuple([count * i for i in bytes_before]), -(-53 * count // 8)
 

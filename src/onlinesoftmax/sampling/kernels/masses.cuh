@@ -1,0 +1,46 @@
+// The mass of a score, as masses.py defines it, bit for bit.
+
+// x * 2^(32 - bits), rounded down; 0 for 64 bits and more, which a negative number is too.
+__device__ inline uint64 shifted(unsigned x, unsigned bits) {
+    uint64 y; asm("{\n\t.reg .b64 both;\n\tmov.b64 both, {0, %1};\n\tshr.u64 %0, both, %2;\n\t}" : "=l"(y) : "r"(x), "r"(bits));
+    return y;
+}
+
+// 2^(g - 1) in units of 2^-FRACTION_BITS; g is from 1 to 2.
+__device__ inline unsigned mantissa_of(float g) {
+    constexpr float of[] = {POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5};
+    float power = of[5];
+#pragma unroll
+    for (int i = 4; i >= 0; --i) power = fma(power, g, of[i]);
+    // The bits of a number from 1 to 2, less those of 1/2: 1 becomes 2^23, and 2 becomes 2^24.
+    static_assert(FRACTION_BITS == 23, "those of float32");
+    return __float_as_uint(power) - 0x3f000000;
+}
+
+// A float32 number whose sum with a number of at most NEAR is rounded to a whole number, which its low bits have.
+constexpr float WHOLE = 12582912.0f, NEAR = 2097152.0f;   // 1.5 * 2^23, 2^21
+// x * rate + WHOLE, rounded down.
+__device__ inline float plus_whole(float x, float rate) { return __fmaf_rd(x, rate, WHOLE); }
+
+// 2^(x * rate) as mantissa * 2^(octave - FRACTION_BITS).
+struct Power { double octave; unsigned mantissa; };
+__device__ inline Power power_of(float x, float rate) {
+    if (fabs(x * rate) < NEAR) {
+        const float octave = plus_whole(x, rate) - WHOLE;
+        // The sum is from 1 to 2, where float32 numbers are multiples of 2^-23.
+        return {octave, mantissa_of(fma(x, rate, 1 - octave))};
+    }
+    const double y = double(x) * rate, octave = floor(y);
+    const double fraction = fabs(y) < INF ? rounded((y - octave) * (1 << FRACTION_BITS)) : 0;
+    return {octave, mantissa_of(float(1 + fraction * (1.0 / (1 << FRACTION_BITS))))};
+}
+
+// The places that a mantissa is shifted right from 2^32 times itself, to give the mass of a score in the octave of the largest.
+constexpr int RIGHT = 32 - (MASS_BITS - FRACTION_BITS);
+
+// The mass of a score in a row with the largest score m.
+__device__ inline uint64 mass_of(float x, float m, float rate) {
+    const Power own = power_of(x, rate);
+    const double octaves = x == m ? 0 : power_of(m, rate).octave - own.octave;
+    return octaves < 64 ? shifted(own.mantissa, RIGHT + int(octaves)) : 0;   // 0 also for NaN
+}
