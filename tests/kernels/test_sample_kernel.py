@@ -189,6 +189,17 @@ def test_rows_whose_candidates_come_late_or_do_not_fit_a_list(filters: dict[str,
         check(x, 2, folder, 3, seed=torch.arange(4), ties=ties, **filters)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_tokens_with_nearly_all_the_mass(dtype: torch.dtype, folder: Path) -> None:
+    # Their places in the bins matter for the threshold; of 16-bit scores, a bin has none or many.
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(6, 12_000, generator=generator) * 2.5
+    x[:3, torch.randint(12_000, (30,), generator=generator)] += 12
+    x[3:] = -torch.linspace(1, 2, 3).unsqueeze(1) * (torch.rand(3, 12_000, generator=generator).argsort(1) + 1).log()
+    for cluster, p in ((1, 0.99), (2, 0.9), (2, 0.999)):
+        check(x.to(dtype), cluster, folder, 0, seed=torch.arange(6), top_p=p)
+
+
 def test_a_row_without_rivals_is_read_again(folder: Path) -> None:
     # float32 does not hold the distances of these scores, divided by the temperature.
     x = torch.zeros(2, 9_000)

@@ -8,11 +8,12 @@
 constexpr int MOST_BETWEEN = 2048;
 static_assert(2 * MOST_BETWEEN <= CAPACITY - FEW, "the list, and keys that are picked of it, stand behind the other list");
 
-// Part of a bin that the window takes on both sides, for the errors of the estimate; it takes more bins of each side with
-// fewer than MORE_TOKENS tokens together.  Where tokens are few, one may have so much of the mass that its place in a bin
-// counts: of rows with 30 large tokens and top_p = 0.99, a few were read three times, and 512 took twice as long.
+// Part of a bin that the window takes on both sides, for the errors of the estimate; and bins with few tokens that it takes
+// too.  Where tokens are few, one may have so much of the mass that its place in a bin counts: of rows with 30 large tokens
+// and top_p = 0.99, a few were read three times, and 512 took twice as long.
 constexpr float MARGIN = 0.125f;
 constexpr unsigned MORE_TOKENS = 32;
+constexpr int MORE_BINS = 16;   // lanes of half a warp
 
 // Scores: a token from `high` on is kept, and one below `low` is not.
 struct Window { float high, low; };
@@ -80,16 +81,21 @@ __device__ inline Bins estimate(const Row& row, Slice& slice, const Spread& spre
     raise(&board->peak, unsigned(bin + 1));
     __syncthreads();
     bin = max(int(board->peak) - 1, 0);
-    // Each half of a warp looks at the bins on one side, as far as they have few tokens.
-    const int lane = thread % 32, other = lane < 16 ? bin - 1 - lane : bin - 15 + lane;
-    unsigned tokens = other > 0 && other < SPREAD ? spread.counts[other] : MORE_TOKENS;
+    return {bin, bin + 1};
+}
+
+// These bins, and on each side those up to MORE_BINS that have fewer than MORE_TOKENS tokens together.
+__device__ inline Bins widened(const Spread& spread, Bins bins) {
+    // Each half of a warp looks at the bins on one side.
+    const int lane = threadIdx.x % 32, i = lane % MORE_BINS, bin = lane < MORE_BINS ? bins.first - 1 - i : bins.end + i;
+    unsigned tokens = bin > 0 && bin < SPREAD ? spread.counts[bin] : MORE_TOKENS;
 #pragma unroll 1
-    for (int step = 1; step < 16; step *= 2) {
-        const unsigned before = from_lane(tokens, lane % 16 >= step ? lane - step : lane);
-        if (lane % 16 >= step) tokens += before;
+    for (int step = 1; step < MORE_BINS; step *= 2) {
+        const unsigned before = from_lane(tokens, i >= step ? lane - step : lane);
+        if (i >= step) tokens += before;
     }
     const unsigned few = __ballot_sync(~0u, tokens < MORE_TOKENS);
-    return {bin - __popc(few & 0xffff), bin + 1 + __popc(few >> 16)};
+    return {bins.first - __popc(few & 0xffff), bins.end + __popc(few >> MORE_BINS)};
 }
 
 // The words of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it,
@@ -257,10 +263,18 @@ __device__ inline bool choose_by_mass(
     const float least = row.least == -INF ? -LARGEST_FLOAT32 : least_score(row.m, row.least);
     const bool cuts = row.top_p < 1;
     Window window{least, least};
+    Bins bins{0, 0};
+    // The edges of a window.  The bin behind some more bins has many tokens, and nothing of it is taken.
+    const auto high_of = [&](int bin, int least_bin) {
+        return bin > 0 ? fmax(spread.score(bin < least_bin ? bin + MARGIN : bin - MARGIN), least) : INF;
+    };
+    const auto low_of = [&](int bin, int most_bin) {
+        return bin < SPREAD ? fmax(spread.score(bin > most_bin ? bin - MARGIN : bin + MARGIN), least) : least;
+    };
     if (cuts) {
-        const Bins bins = estimate(row, slice, spread, between, board);
-        window.high = bins.first > 0 ? fmax(spread.score(bins.first - MARGIN), least) : INF;
-        window.low = fmax(spread.score(bins.end + MARGIN), least);
+        bins = estimate(row, slice, spread, between, board);
+        const Bins more = widened(spread, bins);
+        window = {high_of(more.first, bins.first), low_of(more.end, bins.end)}, bins = more;
     }
     const Inbox<MOST_BETWEEN> inbox{picked};
     const auto listed_by_lane = [&] { return unsigned(slice.shared()[threadIdx.x % CLUSTER][LISTED]); };
@@ -276,9 +290,10 @@ __device__ inline bool choose_by_mass(
         reached = cuts && found.words[ABOVE] + found.words[BETWEEN] >= found.goal;
         // Where min_p keeps less than top_p, the goal is not reached.
         if (!low && (reached || window.low == least)) { is_there = true; break; }
-        // Few tokens in the window may have much of the mass each, which the bins tell less exactly.
-        const float width = spread.width() * (2 * turn + 2) * (found.words[LISTED] < 4 * MORE_TOKENS ? 8 : 1);
-        window = low ? Window{window.high + width, window.high} : Window{window.low, fmax(window.low - width, least)};
+        const int step = 2 * turn + 2;
+        const Bins next = low ? Bins{max(bins.first - step, 0), bins.first} : Bins{bins.end, min(bins.end + step, SPREAD)};
+        bins = widened(spread, next);
+        window = low ? Window{high_of(bins.first, next.first), window.high} : Window{window.low, low_of(bins.end, next.end)};
     }
     if (is_there && !found.equal) {
         const unsigned its = listed_by_lane(), lane = threadIdx.x % 32;
@@ -291,7 +306,9 @@ __device__ inline bool choose_by_mass(
     uint64 words[] = {0, 0, 0};   // what the blocks have to know where the winner is not among the rivals
     if (slice.rank == 0) {
         Kept kept{0, row.least};
-        if (reached) kept.key = found.equal ? found.words[MOST] << 32 : threshold(row, slice, found, window, between, picked, board);
+        if (reached)
+            kept.key = found.equal ? found.words[MOST] << 32
+                : threshold(row, slice, found, window, between, picked, board);
         const int listed = found.equal ? 0 : int(found.words[LISTED]);
         Chosen chosen = sum_and_win(row, slice, between, listed, rivals.list, count, kept);
         if (found.equal) chosen.mass = found.words[BETWEEN], chosen.number = found.words[LISTED];
