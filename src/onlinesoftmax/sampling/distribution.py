@@ -134,8 +134,8 @@ def masses_of(scores: Tensor, m: Tensor, temperature: Tensor) -> Tensor:
     n = y.floor()
     octaves = torch.where(scores == m, 0.0, n - (m * rate).floor())
     unit = 2.0**FRACTION_BITS
-    # The fraction of an infinite score is NaN.
-    g = 1.0 + ((y - n) * unit).round().nan_to_num(0.0) / unit
+    # y - n may be rounded, and would be rounded twice.  The fraction of an infinite score is NaN.
+    g = 1.0 + ((y * unit).round() - n * unit).nan_to_num(0.0) / unit
     power = torch.full_like(g, POWER_OF_TWO[-1])
     for coefficient in POWER_OF_TWO[-2::-1]:
         power = (power * g + coefficient).float().double()
@@ -145,7 +145,7 @@ def masses_of(scores: Tensor, m: Tensor, temperature: Tensor) -> Tensor:
 
 
 def log_of(mass: Tensor, largest: Tensor) -> Tensor:
-    """Logarithm of a mass in units of the mass of the row's largest score, float64."""
+    """Logarithm of the quotient of a mass and that of the row's largest score, float64."""
     # If only that one is kept, the quotient is 1, of which every library's logarithm is 0.
     return (mass.double() / largest.double()).log()
 

@@ -199,7 +199,8 @@ def _masses(of: Functions, scores: Array, m: Array, temperature: Array) -> Array
     n = xp.floor(y)
     octaves = xp.where(scores == m, 0.0, n - xp.floor(m * rate))
     unit = 2.0**FRACTION_BITS
-    g = 1.0 + xp.round((y - n) * unit) / unit
+    # y - n may be rounded, and would be rounded twice.
+    g = 1.0 + (xp.round(y * unit) - n * unit) / unit
     # The fraction of an infinite score is NaN.
     g = xp.where(xp.isnan(g), 1.0, g)
     power = xp.full_like(g, POWER_OF_TWO[-1])

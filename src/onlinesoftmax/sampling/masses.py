@@ -1,16 +1,16 @@
 """The masses that top_p adds, which PyTorch's operations, the formulas and the kernels share.
 
-A mass is nearly exp(x / T) of a float32 score x at the temperature T.  It is a whole number, so a sum does not depend
-on its order.  The rate is log2(e) / T, rounded to float32 and at most LARGEST_FLOAT32; float64 holds the product of a
-score and the rate exactly:
+A mass is nearly exp(x / T) of a float32 score x at the temperature T, in a unit that the row's largest score decides.
+It is a whole number, so a sum does not depend on its order.  The rate is log2(e) / T, rounded to float32 and at most
+LARGEST_FLOAT32; float64 holds the product of a score and the rate exactly:
 
     x * rate = n + f: n is a whole number, and f, from 0 to 1, is rounded to a multiple of 2^-FRACTION_BITS.
     p is the polynomial POWER_OF_TWO in 1 + f, nearly 2^f, by Horner's rule; each step, a product and a sum, is rounded
         once, to float32.  float64 holds the product and the sum exactly, so no fused multiply-add is needed.
     The mass is p * 2^(n - N) in units of 2^-MASS_BITS, rounded down; N is the n of the row's largest score.
 
-p is a multiple of 2^-FRACTION_BITS.  So masses in the 16 octaves from the largest down are not rounded, whatever the
-largest score is.  The mass of -inf and of NaN is 0.  If the largest score is infinite, it alone has a mass.
+p is a multiple of 2^-FRACTION_BITS.  So masses up to 16 octaves below the largest are not rounded, whatever the largest
+score is.  The mass of NaN is 0, and that of -inf beside a larger score; beside +inf, that of a finite score.
 """
 
 MASS_BITS = 39

@@ -136,10 +136,10 @@ _WORDS: dict[tuple[int | str, int, int, int], torch.Tensor] = {}
 
 
 def launcher(own: arguments.OwnLaunch) -> Callable[..., None]:
-    """The function launch(index, addresses, numbers=None) of a kernel with its own parameter.
+    """The function launch(index, addresses, numbers=None) of a kernel with its own parameter, for one GPU.
 
-    `index` is the number of the GPU, which is the current one.  The addresses are those of the tensors, 0 for an absent
-    one.  `numbers` are the last ones of the parameter, if a call chooses them.
+    `index` is the number of the GPU, the same in every call, which is the current one.  The addresses are those of the
+    tensors, 0 for an absent one.  `numbers` are the last ones of the parameter, if calls choose them: all or none.
     """
     values, config = own.values, own.configuration
     # Launches with other numbers of words share them.

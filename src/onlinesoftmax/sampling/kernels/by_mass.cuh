@@ -84,7 +84,8 @@ __device__ inline Bins estimate(const Row& row, Slice& slice, const Spread& spre
     return {bin, bin + 1};
 }
 
-// These bins, and on each side those up to MORE_BINS that have fewer than MORE_TOKENS tokens together.
+// These bins, and on each side up to MORE_BINS that have fewer than MORE_TOKENS tokens together; bin 0, which has no upper
+// edge, is not among them.
 __device__ inline Bins widened(const Spread& spread, Bins bins) {
     // Each half of a warp looks at the bins on one side.
     const int lane = threadIdx.x % 32, i = lane % MORE_BINS, bin = lane < MORE_BINS ? bins.first - 1 - i : bins.end + i;
@@ -137,7 +138,7 @@ __device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window,
         unsigned listed = 0;
 #pragma unroll
         for (int i = 0; i < OWN_TOKENS; ++i) {
-            // As mass_of.
+            // As mass_of.  The bits of a sum far below WHOLE differ so much that the mass is 0.
             const float x = tiles.score(i), y = plus_whole(x, rate);
             const unsigned mantissa = mantissa_of(fma(x, rate, (WHOLE + 1) - y));
             const uint64 mass = shifted(mantissa, right - __float_as_uint(y));
@@ -264,12 +265,13 @@ __device__ inline bool choose_by_mass(
     const bool cuts = row.top_p < 1;
     Window window{least, least};
     Bins bins{0, 0};
-    // The edges of a window.  The bin behind some more bins has many tokens, and nothing of it is taken.
-    const auto high_of = [&](int bin, int least_bin) {
-        return bin > 0 ? fmax(spread.score(bin < least_bin ? bin + MARGIN : bin - MARGIN), least) : INF;
+    // The edges of a window: MARGIN outside the bins, or inside the last one by which they were widened, because the next bin
+    // may have many tokens.
+    const auto high_of = [&](int first, int own_first) {
+        return first > 0 ? fmax(spread.score(first < own_first ? first + MARGIN : first - MARGIN), least) : INF;
     };
-    const auto low_of = [&](int bin, int most_bin) {
-        return bin < SPREAD ? fmax(spread.score(bin > most_bin ? bin - MARGIN : bin + MARGIN), least) : least;
+    const auto low_of = [&](int end, int own_end) {
+        return end < SPREAD ? fmax(spread.score(end > own_end ? end - MARGIN : end + MARGIN), least) : least;
     };
     if (cuts) {
         bins = estimate(row, slice, spread, between, board);

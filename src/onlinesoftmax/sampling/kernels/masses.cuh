@@ -1,6 +1,6 @@
 // The mass of a score, as masses.py defines it, bit for bit.
 
-// x * 2^(32 - bits), rounded down; 0 for 64 bits and more, which a negative number is too.
+// x * 2^(32 - bits), rounded down; 0 from 64 bits on, and for a negative number of bits, which is huge as an unsigned one.
 __device__ inline uint64 shifted(unsigned x, unsigned bits) {
     uint64 y; asm("{\n\t.reg .b64 both;\n\tmov.b64 both, {0, %1};\n\tshr.u64 %0, both, %2;\n\t}" : "=l"(y) : "r"(x), "r"(bits));
     return y;
@@ -17,7 +17,7 @@ __device__ inline unsigned mantissa_of(float g) {
     return __float_as_uint(power) - 0x3f000000;
 }
 
-// A float32 number whose sum with a number of at most NEAR is rounded to a whole number, which its low bits have.
+// The sum of WHOLE and a number y up to NEAR is a whole number in float32: its bits, less those of WHOLE, are a rounded y.
 constexpr float WHOLE = 12582912.0f, NEAR = 2097152.0f;   // 1.5 * 2^23, 2^21
 // x * rate + WHOLE, rounded down.
 __device__ inline float plus_whole(float x, float rate) { return __fmaf_rd(x, rate, WHOLE); }
@@ -27,7 +27,7 @@ struct Power { double octave; unsigned mantissa; };
 __device__ inline Power power_of(float x, float rate) {
     if (fabs(x * rate) < NEAR) {
         const float octave = plus_whole(x, rate) - WHOLE;
-        // The sum is from 1 to 2, where float32 numbers are multiples of 2^-23.
+        // The sum is from 1 to 2, both included, where float32 numbers are multiples of 2^-23.
         return {octave, mantissa_of(fma(x, rate, 1 - octave))};
     }
     const double y = double(x) * rate, octave = floor(y);
@@ -35,7 +35,7 @@ __device__ inline Power power_of(float x, float rate) {
     return {octave, mantissa_of(float(1 + fraction * (1.0 / (1 << FRACTION_BITS))))};
 }
 
-// The places that a mantissa is shifted right from 2^32 times itself, to give the mass of a score in the octave of the largest.
+// The `bits` of shifted that give the mass of a score in the octave of the largest one.
 constexpr int RIGHT = 32 - (MASS_BITS - FRACTION_BITS);
 
 // The mass of a score in a row with the largest score m.

@@ -18,7 +18,8 @@ struct Rivals {
         // The product has two roundings.
         bound = least + 0.001f, shift = 2.5e-7f * fabs(m * rate) - m * rate - least;
     }
-    // Returns true if no token beside the list can beat the winner; `peak` is the base-2 logarithm of the mass of m.
+    // Returns true if no token beside the list can beat the winner; `peak` is the base-2 logarithm of the mass of m over that
+    // of the row's largest score.
     __device__ inline bool include(const Winner& winner, float peak) const {
         return winner.word && winner.sum() - Winner::ERROR >= bound + peak;
     }
@@ -44,7 +45,9 @@ struct Rivals {
 
 // Lists the rivals among the kept tokens, whose masses have the sum `mass`; false where they do not fit the list.  Block 0
 // gets those of all blocks, and `count` of them.
-__device__ inline bool list_rivals(const Row& row, Slice& slice, Kept kept, uint64 mass, Rivals& rivals, Board* board, int& count) {
+__device__ inline bool list_rivals(
+    const Row& row, Slice& slice, Kept kept, uint64 mass, Rivals& rivals, Board* board, int& count
+) {
     if (threadIdx.x == 0) board->counts[1] = 0;
     wait_for_cluster();   // block 0 has not waited for the others
     rivals.expect(row.m, row.rate, float(int64(mass)) / float(int64(mass_of(row.m, row.m, row.rate))));

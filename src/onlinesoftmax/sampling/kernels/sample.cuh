@@ -250,7 +250,7 @@ __device__ __noinline__ int add_masses(
     const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, Rivals rivals, uint64* list, Board* board,
     Found& found, Result& result
 ) {
-    // The pass adds WHOLE to the products of scores and rate.
+    // by_mass.cuh adds WHOLE to the product of m and the rate, and its winner needs a rate that is a normal number.
     if (!(fabs(row.m) < INF && fabs(row.m * row.rate) < NEAR && row.rate > 1e-30f)) return slice.turn;
     gather(slice, list, board->count, seen.offset);
     const bool fit = seen.rivals <= MOST_RIVALS;

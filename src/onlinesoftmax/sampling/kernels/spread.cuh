@@ -15,6 +15,7 @@ struct Spread {
     static constexpr float FIRST = 2, UNIT = 0x1p-22f;
     __device__ inline float bin(float x) const { return fma(__saturatef(fma(x, -scale, shift)), UNIT * (SPREAD - 1), FIRST); }
 
+    // The score at a position: b is the upper edge of bin b, and b + 1/2 its middle.
     __device__ inline float score(float position) const {
         return (shift - (position - 0.5f) * (1.0f / (SPREAD - 1))) * reciprocal(scale);
     }
@@ -25,7 +26,7 @@ struct Spread {
         // Positions of 2^18 and less are exact enough.
         span = fmax(fmin(span, top - least), fmax(fabs(top) / 128, 1e-30f));
         scale = float(SPREAD - 2) / (SPREAD - 1) * reciprocal(span), shift = top * scale;
-        // Without a score in the sample, bin 0 has all.
+        // Without a score in the sample, bin 0 has all scores of usual size.
         if (top == -INF) scale = 1e-38f, shift = 0;
         edge = score(1 + 1.0f / 8);
     }
