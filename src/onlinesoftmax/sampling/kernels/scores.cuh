@@ -1,4 +1,4 @@
-// What the kernels that sample compute of one score: its distance from the largest, and its sort key.
+// The distance of a score from the largest, and its sort key, for the kernels that sample.
 
 // Above every sort key and every token id.
 constexpr uint64 ALL = ~uint64(0);
