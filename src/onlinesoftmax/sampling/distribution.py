@@ -80,10 +80,7 @@ def distribution_of(scores: Tensor, given: Parameters) -> Distribution:
     kept = kept & reaches_min_p(z, temperature, given)
     # torch.argmax gives the first of equal scores.
     kept = torch.where(greedy, columns == z.argmax(1, keepdim=True), kept)
-    if scores.dtype == torch.float64:
-        log_sum = log_sum_of(z / temperature, kept)
-    else:
-        log_sum = log_of(masses.where(kept, 0).sum(1, keepdim=True), masses.amax(1, keepdim=True))
+    log_sum = log_sum_of(z / temperature, kept) if scores.dtype == torch.float64 else log_of_kept(masses, kept)
     return Distribution(tokens, z, kept, m, temperature, log_sum, valid)
 
 
@@ -148,6 +145,11 @@ def log_of(mass: Tensor, largest: Tensor) -> Tensor:
     """Logarithm of the quotient of a mass and that of the row's largest score, float64."""
     # If only that one is kept, the quotient is 1, of which every library's logarithm is 0.
     return (mass.double() / largest.double()).log()
+
+
+def log_of_kept(masses: Tensor, kept: Tensor) -> Tensor:
+    """`log_of` the sum of the kept masses of each whole row, (rows, 1)."""
+    return log_of(masses.where(kept, 0).sum(1, keepdim=True), masses.amax(1, keepdim=True))
 
 
 def log_sum_of(z: Tensor, kept: Tensor) -> Tensor:

@@ -109,10 +109,7 @@ def distribution_of(of: Functions, scores: Array, given: Parameters) -> Distribu
     if given.min_p is not None:
         kept = kept & (z >= temperature * xp.log(xp.clip(given.min_p, 0.0, 1.0)))
     kept = xp.where(greedy, xp.arange(scores.shape[-1]) == largest, kept)
-    if scores.dtype == xp.float64:
-        log_sum = _log_sum(of, z / temperature, kept)
-    else:
-        log_sum = _log(of, xp.where(kept, masses, 0), xp.max(masses, -1, keepdims=True))
+    log_sum = _log_sum(of, z / temperature, kept) if scores.dtype == xp.float64 else _log(of, masses, kept)
     return Distribution(z, kept, m, temperature, log_sum, valid)
 
 
@@ -218,9 +215,9 @@ def _below(of: Functions, scores: Array, m: Array) -> Array:
     return of.xp.where(scores == m, 0.0, scores - m)
 
 
-def _log(of: Functions, masses: Array, largest: Array) -> Array:
-    """Logarithm of the sum of the masses of each row, in units of the largest one, (rows, 1) float64."""
-    total = of.xp.sum(masses, -1, keepdims=True)
+def _log(of: Functions, masses: Array, kept: Array) -> Array:
+    """Logarithm of the sum of the kept masses of each row, in units of the largest one, (rows, 1) float64."""
+    total, largest = of.xp.sum(of.xp.where(kept, masses, 0), -1, keepdims=True), of.xp.max(masses, -1, keepdims=True)
     return of.xp.log(total.astype(of.xp.float64) / largest.astype(of.xp.float64))
 
 
@@ -232,11 +229,8 @@ def _log_sum(of: Functions, z: Array, kept: Array) -> Array:
 def _without_filters(of: Functions, found: Distribution, scores: Array) -> Distribution:
     """The distribution of all tokens of the scores at the temperature 1."""
     one, kept = of.xp.ones_like(found.temperature), of.xp.ones_like(found.kept)
-    if scores.dtype == of.xp.float64:
-        log_sum = _log_sum(of, found.z, kept)
-    else:
-        masses = _masses(of, scores, found.m, one)
-        log_sum = _log(of, masses, of.xp.max(masses, -1, keepdims=True))
+    wide = scores.dtype == of.xp.float64
+    log_sum = _log_sum(of, found.z, kept) if wide else _log(of, _masses(of, scores, found.m, one), kept)
     return found._replace(temperature=one, kept=kept, log_sum=log_sum)
 
 

@@ -14,7 +14,7 @@ from .arguments import LARGEST_INT64, Logits
 from .distribution import (
     Distribution,
     distribution_of,
-    log_of,
+    log_of_kept,
     log_sum_of,
     masses_of,
     sampled_of,
@@ -201,9 +201,6 @@ def _verify(
 def _without_filters(found: Distribution, scores: Tensor) -> Distribution:
     """The distribution of all tokens of the scores at the temperature 1."""
     one, kept = torch.ones_like(found.temperature), torch.ones_like(found.kept)
-    if scores.dtype == torch.float64:
-        log_sum = log_sum_of(found.z, kept)
-    else:
-        masses = masses_of(scores, found.m, one)
-        log_sum = log_of(masses.sum(1, keepdim=True), masses.amax(1, keepdim=True))
+    wide = scores.dtype == torch.float64
+    log_sum = log_sum_of(found.z, kept) if wide else log_of_kept(masses_of(scores, found.m, one), kept)
     return found._replace(temperature=one, kept=kept, log_sum=log_sum)

@@ -47,7 +47,7 @@ ONE_READ = "one read"
 
 
 class Form(NamedTuple):
-    """What a record holds of a kind of measurement.
+    """The form in which a kind of measurement is recorded.
 
     Attributes:
         cases: Class of the cases.

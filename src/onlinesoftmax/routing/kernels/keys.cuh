@@ -9,9 +9,7 @@ __device__ inline float smallest_or_nan(float x, float y) {
 // 2^y for y in [-125, 125], to which y is bounded; NaN for NaN.
 __device__ inline float bounded_power(float y) {
     constexpr float ROUND = 12582912.0f;   // 1.5 * 2^23: a sum with it is rounded to a whole number
-    constexpr float of[] = {
-        POWER_OF_TWO_0, POWER_OF_TWO_1, POWER_OF_TWO_2, POWER_OF_TWO_3, POWER_OF_TWO_4, POWER_OF_TWO_5, POWER_OF_TWO_6
-    };
+    constexpr float of[] = {POWER_0, POWER_1, POWER_2, POWER_3, POWER_4, POWER_5, POWER_6};
     const float bounded = smallest_or_nan(largest_or_nan(y, -125.0f), 125.0f), sum = __fadd_rn(bounded, ROUND);
     const float f = __fadd_rn(bounded, -__fadd_rn(sum, -ROUND));
     float power = of[6];

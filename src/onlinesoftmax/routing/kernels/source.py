@@ -337,5 +337,5 @@ def constants_of_weights(score: Score, renormalize: bool, dtype: str, numbers: d
     scores = ", ".join(one.name for one in Score)
     flags: dict[str, bool | int] = {"OF_CHOSEN": score is Score.SOFTMAX and renormalize, "RENORMALIZE": renormalize}
     first = f"enum class Score {{ {scores} }};\nconstexpr Score SCORE = Score::{score.name};\n"
-    powers = "".join(f"constexpr float POWER_OF_TWO_{i} = {c!r}f;\n" for i, c in enumerate(POWER_OF_TWO))
+    powers = "".join(f"constexpr float POWER_{i} = {c!r}f;\n" for i, c in enumerate(POWER_OF_TWO))
     return first + powers + constants_of(dtype, numbers | flags | {"MASS_BITS": MASS_BITS})

@@ -38,11 +38,8 @@ __device__ inline void add_counts(const Slice& slice, const Spread& spread, uint
     wait_for_words(added, 0);
 }
 
-// The bins in which the masses of a row reach the goal of top_p, nearly: the first one, and the one behind the last.
-struct Bins { int first, end; };
-
-// All blocks compute the same.
-__device__ inline Bins estimate(const Row& row, Slice& slice, const Spread& spread, uint64* room, Board* board) {
+// The bin in which the masses of a row reach the goal of top_p, nearly.  All blocks compute the same.
+__device__ inline int estimate(const Row& row, Slice& slice, const Spread& spread, uint64* room, Board* board) {
     constexpr int OWN = SPREAD / THREADS;
     const int thread = threadIdx.x;
     Exchange& exchange = *slice.exchange;
@@ -80,9 +77,11 @@ __device__ inline Bins estimate(const Row& row, Slice& slice, const Spread& spre
     }
     raise(&board->peak, unsigned(bin + 1));
     __syncthreads();
-    bin = max(int(board->peak) - 1, 0);
-    return {bin, bin + 1};
+    return max(int(board->peak) - 1, 0);
 }
+
+// Adjacent bins: the first one, and the one behind the last.
+struct Bins { int first, end; };
 
 // These bins, and on each side up to MORE_BINS that have fewer than MORE_TOKENS tokens together; bin 0, which has no upper
 // edge, is not among them.
@@ -96,7 +95,7 @@ __device__ inline Bins widened(const Spread& spread, Bins bins) {
         if (i >= step) tokens += before;
     }
     const unsigned few = __ballot_sync(~0u, tokens < MORE_TOKENS);
-    return {bins.first - __popc(few & 0xffff), bins.end + __popc(few >> MORE_BINS)};
+    return {bins.first - __popc(few & ((1u << MORE_BINS) - 1)), bins.end + __popc(few >> MORE_BINS)};
 }
 
 // The words of a pass: masses of all tokens, of those above the window, and of those in it; the number of those above it,
@@ -138,7 +137,7 @@ __device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window,
         unsigned listed = 0;
 #pragma unroll
         for (int i = 0; i < OWN_TOKENS; ++i) {
-            // As mass_of.  The bits of a sum far below WHOLE differ so much that the mass is 0.
+            // The mass, as mass_of computes it.  A sum far below WHOLE has bits that differ so much that it is 0.
             const float x = tiles.score(i), y = plus_whole(x, rate);
             const unsigned mantissa = mantissa_of(fma(x, rate, (WHOLE + 1) - y));
             const uint64 mass = shifted(mantissa, right - __float_as_uint(y));
@@ -274,9 +273,9 @@ __device__ inline bool choose_by_mass(
         return end < SPREAD ? fmax(spread.score(end > own_end ? end - MARGIN : end + MARGIN), least) : least;
     };
     if (cuts) {
-        bins = estimate(row, slice, spread, between, board);
-        const Bins more = widened(spread, bins);
-        window = {high_of(more.first, bins.first), low_of(more.end, bins.end)}, bins = more;
+        const int bin = estimate(row, slice, spread, between, board);
+        bins = widened(spread, {bin, bin + 1});
+        window = {high_of(bins.first, bin), low_of(bins.end, bin + 1)};
     }
     const Inbox<MOST_BETWEEN> inbox{picked};
     const auto listed_by_lane = [&] { return unsigned(slice.shared()[threadIdx.x % CLUSTER][LISTED]); };

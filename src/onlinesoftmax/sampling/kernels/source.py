@@ -200,7 +200,7 @@ def prologue(shape: Shape) -> str:
         "CAPACITY": _capacity(shape.threads, lists), "MOST_SORTED": _most_sorted(shape.threads, lists),
         "SPREAD": _SPREAD, "MOST_ABOVE": lists.above, "MOST_RIVALS": lists.rivals,
     }  # fmt: skip
-    return constants_of(shape.dtype, numbers)
+    return constants_of(shape.dtype, numbers) + MASS_CONSTANTS
 
 
 KERNEL = OwnKernel("sample_kernel", FILES, POINTERS, prologue)
@@ -213,11 +213,18 @@ def constants_of(dtype: str, numbers: dict[str, bool | int]) -> str:
         dtype: Dtype of the logits.
         numbers: Constants of this kernel; those that all kernels of sampling have are added.
     """
-    common = {
-        "VECTOR": 16 // ITEMSIZE[dtype], "ROUNDS": ROUNDS, "MASS_BITS": MASS_BITS, "FRACTION_BITS": FRACTION_BITS,
-    }  # fmt: skip
-    floats = {f"POWER_{i}": c for i, c in enumerate(POWER_OF_TWO)} | {"LARGEST_FLOAT32": LARGEST_FLOAT32}
+    common = {"VECTOR": 16 // ITEMSIZE[dtype], "ROUNDS": ROUNDS}
     doubles = {"LOG2_E": math.log2(math.e), "LOG_2": math.log(2.0)}
-    constants = [("float", name, f"{value!r}f") for name, value in floats.items()]
+    constants = [("float", "LARGEST_FLOAT32", f"{LARGEST_FLOAT32!r}f")]
     constants += [("double", name, repr(value)) for name, value in doubles.items()]
     return declarations({"X": dtype}, [*typed(common | numbers), *constants])
+
+
+MASS_CONSTANTS = declarations(
+    {},
+    [
+        *typed({"MASS_BITS": MASS_BITS, "FRACTION_BITS": FRACTION_BITS}),
+        *(("float", f"POWER_{i}", f"{c!r}f") for i, c in enumerate(POWER_OF_TWO)),
+    ],
+)
+"""C++ text of the constants of masses.cuh."""

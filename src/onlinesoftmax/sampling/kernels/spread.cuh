@@ -19,7 +19,6 @@ struct Spread {
     __device__ inline float score(float position) const {
         return (shift - (position - 0.5f) * (1.0f / (SPREAD - 1))) * reciprocal(scale);
     }
-    __device__ inline float width() const { return reciprocal(scale) * (1.0f / (SPREAD - 1)); }   // of a bin
 
     // The bins for rows whose sampled scores are from `least` to `top`, up to the distance `span`.
     __device__ inline void set(float top, float least, float span) {

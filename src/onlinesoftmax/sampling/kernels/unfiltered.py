@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...core.device import Device
 from ...kernels.cuda.arguments import OwnKernel
 from .prefetch import STAGES, TOKENS, prefetch_bytes
-from .source import constants_of, most_blocks, slice_of
+from .source import MASS_CONSTANTS, constants_of, most_blocks, slice_of
 
 FILES = (
     "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "scores", "masses", "noise", "prefetch", "parts",
@@ -79,7 +79,7 @@ def prologue(shape: Shape) -> str:
         "THREADS": shape.threads, "RESIDENT": max(resident, 1), "CLUSTER": shape.cluster, "STAGES": STAGES,
         "ALIGNED": shape.aligned, "RAW": shape.raw,
     }  # fmt: skip
-    return constants_of(shape.dtype, numbers)
+    return constants_of(shape.dtype, numbers) + MASS_CONSTANTS
 
 
 KERNEL = OwnKernel("unfiltered_kernel", FILES, POINTERS, prologue, package=__package__)
