@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -147,3 +147,25 @@ def test_explicit_axes() -> None:
         for _, gradients in found.values():
             for one, t in zip(gradients, cut[:3], strict=True):
                 assert one.sharding.is_equivalent_to(t.sharding, t.ndim)
+
+
+def test_classes_that_are_added_for_fast_products() -> None:
+    """In 16 bits 1026 classes become 1088, all of the added ones on the last device; a bias excludes them there."""
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.integers(-1, 2, shape), "float16") for shape in ((8, 6), (1026, 6)))
+    target = jnp.asarray(rng.integers(0, 1026, 8))
+
+    def both(x: Any, w: Any) -> Any:
+        def own(x: Any, w: Any) -> Any:
+            return sum(t.sum() for t in osj.linear_token_logprobs(x, w, target))
+
+        total = partial(osj.linear_cross_entropy, target=target, reduction="sum")
+        return [jax.value_and_grad(f, (0, 1))(x, w) for f in (total, own)]
+
+    mesh = mesh_of(2, 2)
+    cut = [jax.device_put(t, NamedSharding(mesh, spec)) for t, spec in ((x, P("d")), (w, P("v")))]
+    with jax.enable_x64(True):
+        theirs = jax.tree.map(np.asarray, jax.jit(both)(x.astype("float64"), w.astype("float64")))
+    program = jax.jit(both).lower(*cut)
+    assert "<1088x" in program.as_text()
+    assert_leaves_close(program.compile()(*cut), theirs, rtol=2**-8, atol=2**-10)

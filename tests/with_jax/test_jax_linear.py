@@ -13,7 +13,19 @@ pytest.importorskip("jaxlib", reason="jax is not installed")
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax_heads import CLASSES, IN_FLOAT32, MEMORY, TOKENS, assert_same, expected, head, ours_of, scores, with_gradients
+from jax_heads import (
+    CLASSES,
+    HIDDEN,
+    IN_FLOAT32,
+    MEMORY,
+    TOKENS,
+    assert_same,
+    expected,
+    head,
+    ours_of,
+    scores,
+    with_gradients,
+)
 
 import onlinesoftmax.jax as osj
 from onlinesoftmax.core.task import Choice
@@ -171,6 +183,34 @@ def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
         theirs = jax.tree.map(np.asarray, jax.jit(partial(with_gradients, expected))(wide))
     ours = jax.jit(partial(with_gradients, partial(ours_of, memory=2 * 50257 * 4)))(a)
     assert_same(ours, theirs, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("memory", [None, 40_000])
+def test_classes_that_are_added_for_fast_products(memory: int | None) -> None:
+    """In 16 bits 1025 classes become 1088; in one chunk, in chunks of tokens or of columns the results are the same."""
+    rng = np.random.default_rng(0)
+    # Logits are small integers, so that float16 holds them.
+    arrays = {"x": rng.integers(-1, 2, (48, HIDDEN)), "w": rng.integers(-1, 2, (1025, HIDDEN))}
+    target = rng.integers(0, 1025, 48)
+    # Neither is a class; the second one would be an added one.
+    target[3], target[5] = -100, 1030
+
+    def every(a: dict[str, Any], **how: Any) -> Any:
+        def tokens(a: dict[str, Any]) -> Any:
+            found = osj.linear_token_logprobs(a["x"], a["w"], a["target"], ignore_index=-100, **how)
+            return found.logprob + found.entropy - found.lse
+
+        y, found = ours_of({**a, "b": jnp.arange(1025, dtype=a["x"].dtype) % 3}, return_stats=True, z_loss=0.1, **how)
+        sums = [with_gradients(f, a, "xw") for f in (partial(ours_of, reduction="sum", **how), tokens)]
+        return sums, y, found
+
+    a = {**{name: jnp.asarray(t, "float16") for name, t in arrays.items()}, "target": jnp.asarray(target)}
+    with jax.enable_x64(True):
+        wide = {name: t.astype("float64") if name in "xw" else t for name, t in a.items()}
+        theirs = jax.tree.map(np.asarray, jax.jit(every)(wide))
+    program = jax.jit(partial(every, memory=memory)).trace(a).lower()
+    assert "x1088x" in program.as_text()
+    assert_same(program.compile()(a), theirs, rtol=2**-8, atol=2**-10)
 
 
 def test_statistics() -> None:

@@ -17,10 +17,13 @@ def product(a: Array, b: Array, axes: tuple[int, int], dtype: Any) -> Array:
     return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=dtype)
 
 
-def logits_of(x: Array, weight: Array, bias: Array | None) -> Array:
-    """The logits x · weightᵀ + bias in the dtype of x."""
+def logits_of(x: Array, weight: Array, bias: Array | None, added: int = 0) -> Array:
+    """The logits x · weightᵀ + bias in the dtype of x; those of the last classes, which were added, are -inf."""
     z = product(x, weight, (1, 1), x.dtype)
-    return z if bias is None else z + bias[None]
+    z = z if bias is None else z + bias[None]
+    # XLA writes a slice in place.  A bias of -inf would be a pass over all logits.
+    last = jnp.full((z.shape[0], added), -jnp.inf, z.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(z, last, z.shape[1] - added, 1) if added else z
 
 
 TILE = 64

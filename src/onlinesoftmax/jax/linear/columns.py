@@ -19,7 +19,7 @@ from ..plans import outputs_of
 from ..shards import Run, states
 from ..signature import Names, Signature, Values
 from . import rows
-from .call import HeadCall, Shards, columns_at_once, types
+from .call import HeadCall, Shards, columns_at_once, layout, types
 from .chunks import in_chunks, logits_of, product
 
 COTANGENTS = ("dy", "dlse", "dentropy")
@@ -36,7 +36,7 @@ def statistics(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
 
     def of_chunk(first: Any, size: int) -> Values:
         weight, bias = _slices(arrays, first, size)
-        z = logits_of(arrays["x"], weight, bias)
+        z = logits_of(arrays["x"], weight, bias, added)
         if "z" in call.outputs:
             kept["z"] = z
         target = _target(arrays, shards.classes, first, size)
@@ -45,8 +45,9 @@ def statistics(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
     def merge(a: Values, b: Values) -> Values:
         return _fields(joined({name: jnp.stack([a[name], b[name]]) for name in a}))
 
+    chunk = arrays["weight"].shape[0] if "z" in call.outputs else columns_at_once(call, arrays)
+    arrays, added = _for_chunks(call, arrays, chunk)
     classes = arrays["weight"].shape[0]
-    chunk = classes if "z" in call.outputs else columns_at_once(call, arrays)
     state = RowStates(**in_chunks(classes, chunk, of_chunk, (), merge))
     state = merged(state, shards.classes) if shards.classes else state
     found = results_of(operation, state, arrays["target"], _all_classes(arrays, shards.classes))
@@ -64,14 +65,16 @@ def gradient(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values
     x = jnp.where(nothing[:, None], 0, arrays["x"])
     given |= {"scale": arrays["scale"]} if "scale" in arrays else {}
     given |= {name: jnp.where(nothing, fill, arrays[name]) for name, fill in (("m", 0), ("l", 1), ("entropy", 0))}
-    classes, chunk = arrays["weight"].shape[0], columns_at_once(call, arrays)
+    chunk = columns_at_once(call, arrays)
+    arrays, added = _for_chunks(call, arrays, chunk)
+    classes = arrays["weight"].shape[0]
     whole = _all_classes(arrays, shards.classes)
     of_input = x.dtype if chunk == classes and not shards.of_input else wide
     of_weight = wide if shards.of_weight else x.dtype
 
     def of_chunk(first: Any, size: int) -> Values:
         weight, bias = _slices(arrays, first, size)
-        z = arrays["z"] if "z" in arrays else logits_of(x, weight, bias)
+        z = arrays["z"] if "z" in arrays else logits_of(x, weight, bias, added)
         some = {**given, "target": _target(arrays, shards.classes, first, size)}
         dz = rows.gradient(run, call, z, some, 0 if size == whole else whole)
         dz = jnp.where(nothing[:, None], 0, dz) if "z" in arrays else dz
@@ -88,7 +91,16 @@ def gradient(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values
     found = in_chunks(classes, chunk, of_chunk, ("dx",))
     if "dx" in found:
         found["dx"] = _total(found["dx"], shards.of_input).astype(x.dtype)
-    return found
+    left = [(0, call.added - added)]
+    return {name: t if name == "dx" else jnp.pad(t, [*left, *[(0, 0)] * (t.ndim - 1)]) for name, t in found.items()}
+
+
+def _for_chunks(call: HeadCall, arrays: Values, chunk: int) -> tuple[Values, int]:
+    """(arrays, number of added classes that they have): several chunks need none, as their sizes are aligned."""
+    if not call.added or chunk >= arrays["weight"].shape[0]:
+        return arrays, call.added
+    classes = arrays["weight"].shape[0] - call.added
+    return {name: t[:classes] if layout(name).startswith("c") else t for name, t in arrays.items()}, 0
 
 
 def _slices(arrays: Values, first: Any, size: int) -> tuple[Array, Array | None]:

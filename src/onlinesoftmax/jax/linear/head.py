@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...core.arrays import Array
 from .. import array_types, custom_op, partitioning
+from ..exchange import devices
 from ..shards import Run
 from ..signature import Names, Values
 from . import columns, tokens
@@ -72,8 +73,18 @@ def _of_device(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
     def flat(name: str, t: Array) -> Array:
         return t.reshape(-1, *t.shape[axes:]) if layout(name).startswith("t") else t
 
+    if call.added and shards.classes:
+        call, arrays = call._replace(added=0), {**arrays, "bias": _bias_of_added(call, shards.classes, arrays)}
     found = KINDS[call.kind](run, call, shards, {name: flat(name, t) for name, t in arrays.items()})
     return {name: found[name].reshape(t.shape) for name, t in wanted.items()}
+
+
+def _bias_of_added(call: HeadCall, names: Names, arrays: Values) -> Array:
+    """The bias on a device that holds some of the classes: -inf for the added ones, which are on the last device."""
+    local = arrays["weight"].shape[0]
+    column = jax.lax.axis_index(names) * local + jnp.arange(local)
+    bias = arrays.get("bias", jnp.zeros((), call.dtype))
+    return jnp.where(column < local * devices(names) - call.added, bias, -jnp.inf)
 
 
 def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: HeadCall) -> list[Array]:

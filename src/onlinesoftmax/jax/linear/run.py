@@ -13,6 +13,7 @@ from ...core.arguments import check_flags, checked_memory
 from ...core.arrays import Array, accumulator
 from ...core.call import LossStatistics
 from ...core.wrong_calls import check_loss
+from ...linear.problem import FEWEST_CLASSES
 from .. import array_types
 from ..exchange import local_target
 from ..loss_run import TokenLogprobs
@@ -30,6 +31,9 @@ from .arguments import (
 )
 from .call import CONSTANT, HeadCall, takes_columns
 from .gradients import Inputs, known_factor, later_factor, log_probabilities
+
+ALIGNED_CLASSES = 64
+"""Classes are added up to a multiple of this number, so that two, four or eight devices have aligned shares."""
 
 Arrays = tuple[Any, Any, Any, Any]
 """The arguments input, linear_weight, target and linear_bias."""
@@ -54,7 +58,8 @@ def cross_entropy(
     reduction = checked_reduction(name, reduction, "none", "mean", "sum")
     check_flags(name, return_stats=return_stats)
     statistics = rows.STATISTICS if return_stats else ()
-    call = _call(name, head, how, checked_numbers(name, smoothing, z_loss), ("loss", *statistics))
+    numbers, outputs = checked_numbers(name, smoothing, z_loss), ("loss", *statistics)
+    call = _call(name, head, how, numbers, outputs, weighted=weights[0] is not None)
     counts = _counted(head, checked_integer(name, "ignore_index", ignore_index))
     class_weight, token_weight = weights
     if class_weight is not None:
@@ -73,11 +78,11 @@ def cross_entropy(
     whole_rows = head.soft or bool(call.number("smoothing")) or class_weight is not None or return_stats
     found: Values = {}
     if not whole_rows and takes_columns(call, {"x": head.x, "weight": head.weight}, reduction == "none"):
-        y = _loss_of(log_probabilities(call, _inputs(head), _of_column(head)), counts, call.number("z_loss"))
+        y = _loss_of(log_probabilities(call, _inputs(head, call), _of_column(head)), counts, call.number("z_loss"))
         y = y * factor if reduction == "none" else jnp.sum(y * factor)
         y = _divided(y, divisor)
     elif reduction == "none":
-        found = later_factor(call, _inputs(head), rest)
+        found = later_factor(call, _inputs(head, call), rest)
         y = jnp.where(factor == 0, 0, found["loss"] * factor)
     else:
         y, found = _total(call, head, factor, divisor, rest)
@@ -92,7 +97,7 @@ def token_logprobs(
     name = "linear_token_logprobs"
     head = checked_head(name, arrays, options, False, how[2])
     call = _call(name, head, how)
-    logprob, entropy, lse = log_probabilities(call, _inputs(head), _of_column(head))
+    logprob, entropy, lse = log_probabilities(call, _inputs(head, call), _of_column(head))
     if ignore_index is not None:
         logprob = jnp.where(_counted(head, checked_integer(name, "ignore_index", ignore_index)), logprob, 0)
     return TokenLogprobs(logprob, entropy, lse)
@@ -128,19 +133,44 @@ def token_loss(
 
 def _call(
     name: str, head: Head, how: tuple[Any, Any, Any], numbers: Any = (), outputs: tuple[str, ...] = ("loss",),
-    loss: Any = None,
+    loss: Any = None, weighted: bool = False,
 ) -> HeadCall:  # fmt: skip
-    """A call of losses; `log_probabilities` takes its head alone."""
+    """A call of losses, `weighted` where classes have weights; `log_probabilities` takes its head alone."""
     summed = () if array_types.checks_varying() else head.names
+    # A class of probability 0 has a smoothed loss that is infinite.
+    keeps_classes = weighted or head.soft or "smoothing" in dict(numbers)
     return HeadCall(
         "losses", outputs, head.options, numbers, checked_memory(name, how[0]), head.names, summed, loss,
         dtype=head.x.dtype.name,
         acc_dtype=checked_acc_dtype(name, how[1], head.x),
+        added=0 if keeps_classes else _added_classes(head),
     )  # fmt: skip
 
 
-def _inputs(head: Head) -> Inputs:
-    return head.x, head.weight, head.bias
+def _added_classes(head: Head) -> int:
+    """The number of classes to add, which makes the products fast.
+
+    cuBLAS has fast products of 16-bit matrices only if their rows are multiples of 16 bytes.  XLA copies all logits and
+    their gradients to such rows.  With added classes, the weight and its gradient are copied, which are smaller: 4096
+    tokens, 768 hidden and 50257 classes took 1.9 ms on an H100 in the place of 3.3.
+    """
+    classes, scale = head.weight.shape[0], head.options.scale
+    # Softcap, or a scale of 0 or below, would give an added class a score above -inf.
+    plain = head.options.softcap is None and isinstance(scale, float) and scale > 0
+    if head.x.dtype.itemsize > 2 or head.names or not plain or not isinstance(classes, int):
+        return 0
+    return 0 if classes < FEWEST_CLASSES or classes % 8 == 0 else -classes % ALIGNED_CLASSES
+
+
+def _inputs(head: Head, call: HeadCall) -> Inputs:
+    """Input, weight and bias, the last two with the classes that the call adds."""
+
+    def padded(t: Array) -> Array:
+        return jnp.pad(t, ((0, call.added), *[(0, 0)] * (t.ndim - 1)))
+
+    if not call.added:
+        return head.x, head.weight, head.bias
+    return head.x, padded(head.weight), None if head.bias is None else padded(head.bias)
 
 
 def _scale(head: Head) -> Values:
@@ -201,7 +231,7 @@ def _total(call: HeadCall, head: Head, factor: Array, divisor: Array | None, res
     late = head.x.dtype == jnp.float16
     if divisor is not None and not late:
         factor = factor * _reciprocal(divisor)
-    total, found = known_factor(call, _inputs(head), {**rest, "factor": factor})
+    total, found = known_factor(call, _inputs(head, call), {**rest, "factor": factor})
     if divisor is None:
         return total, found
     return _divided(total, divisor) if late else total + _nan_of_none(divisor), found
