@@ -123,6 +123,53 @@ def test_transformed_samples(place: str) -> None:
     check(both(partial(osj.sample, top_k=50, top_p=0.9), 7 * np.arange(64), large))
 
 
+def drafted(*shape: int, dtype: str = "float32") -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits of a target model (..., n + 1, tokens), drafts, of which some are no tokens, and logits of their model."""
+    target = np.array(logits(*shape))
+    draft = target[..., :-1, :] + np.array(logits(*shape, seed=1))[..., :-1, :] / 4
+    drafts = draft.argmax(-1)
+    drafts[0, -1], drafts[1, 0] = -1, shape[-1]
+    target[2, 1, 3] = np.nan
+    return jnp.asarray(target, dtype), jnp.asarray(drafts), jnp.asarray(draft, dtype)
+
+
+VERIFIED: list[dict[str, Any]] = [
+    {}, {"top_k": 20, "temperature": 0.7}, {"top_p": 0.8, "ties": "first"},
+    {"top_k": np.array([5, 0, 1, 40, 3]), "top_p": 0.9, "min_p": np.array([0.01, 0, 1e-4, 0.1, 0.5]),
+     "temperature": np.array([1.0, 0.5, 1.5, 0.0, 2.0])},
+]  # fmt: skip
+
+
+@cases(VERIFIED, [3])
+def test_verified_drafts(given: dict[str, Any], place: str) -> None:
+    """With logits of the draft model, in another dtype or in the same, without them, and without drafts."""
+    f = partial(osj.verify, np.array([3, 2**40 + 1, 5, 6, 7]), offset=np.arange(5), **given)
+    target, drafts, draft = drafted(5, 4, 1003)
+    check(both(f, target, drafts, draft.astype("float16"), calls=3))
+    if place == "simulated":
+        return
+    check(both(f, target, drafts, calls=2))
+    check(both(f, target[:, :1], drafts[:, :0], draft[:, :0], calls=2))
+    check(both(f, target, drafts, draft, calls=3))
+    check(both(f, *drafted(5, 3, 2048, dtype="bfloat16"), calls=3))
+
+
+@PLACES
+def test_transformed_verifications(place: str) -> None:
+    target, drafts, draft = (t.reshape(3, 2, *t.shape[1:]) for t in drafted(6, 3, 500))
+    keys = jax.random.split(jax.random.key(1), 6).reshape(3, 2)
+    f = partial(osj.verify, top_k=7)
+    check(both(jax.vmap(f), keys, target, drafts, calls=2))
+    if place == "simulated":
+        return
+    check(both(f, keys, target, drafts, draft, calls=3))
+    check(both(jax.vmap(f, in_axes=(None, 0, None, 1)), 5, target, drafts[0], jnp.moveaxis(draft, 0, 1), calls=3))
+    mesh = jax.make_mesh((1,), ("v",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(P("v"),) * 4, out_specs=P("v"))
+    check(both(sharded, keys, target, drafts, draft, calls=3, reference=f))
+    check(both(partial(osj.verify, top_p=0.9), 7 * np.arange(64), *drafted(64, 5, 128256), calls=3))
+
+
 TOPS: list[dict[str, Any]] = [
     {"k": 20}, {"k": 0}, {"k": 1, "scale": 0.5, "softcap": 4.0}, {"k": 500, "where": np.arange(700) % 3 > 0},
 ]  # fmt: skip
@@ -210,7 +257,16 @@ def lowered(function: Any, *operands: Any) -> str:
 def test_programs_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs for no known GPU, of `jax.export`, and without cuda-core have XLA's operations."""
     x = jax.ShapeDtypeStruct((64, 640), jnp.float32)
-    calls = partial(osj.sample, 3, top_k=4), partial(osj.topk_logprobs, k=4), partial(osj.route, k=4)
+
+    def verify(x: Any) -> Any:
+        return osj.verify(3, x, jnp.zeros((63,), int), x[1:])
+
+    calls = {
+        partial(osj.sample, 3, top_k=4): 1,
+        partial(osj.topk_logprobs, k=4): 1,
+        partial(osj.route, k=4): 1,
+        verify: 3,
+    }
     named = AbstractMesh((1,), ("a",), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
     monkeypatch.setattr(kernel_or_formula, "to_lower_for", lambda: kernel_or_formula.UNNAMED_GPU)
     for call in calls:
@@ -218,8 +274,8 @@ def test_programs_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
     jax.clear_caches()
     with jax.sharding.use_abstract_mesh(named):
-        for call in calls:
-            assert lowered(call, x).count(cuda_call.TARGET) == 1
+        for call, number in calls.items():
+            assert lowered(call, x).count(cuda_call.TARGET) == number
             exported = jax.export.export(jax.jit(call), platforms=["cuda"])(x)
             assert cuda_call.TARGET not in exported.mlir_module()
         jax.clear_caches()

@@ -13,6 +13,7 @@ from ...core.arrays import Array
 from ...core.device import Device
 from ...kernels.cuda.arguments import OwnLaunch
 from ...sampling.kernels import source, topk, unfiltered
+from ...sampling.kernels import verify as verification
 from ...sampling.kernels.which_kernel import is_unfiltered, refusal
 from .. import cuda_call
 from ..kernel_or_formula import Planned
@@ -86,6 +87,60 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
     return _plan("topk.cuh", launch), run
 
 
+def verify(first: bool, device: Device, operands: Values) -> Planned:
+    """The results of the formula of `verify`, or why no kernels take the operands; arguments as for `sample`.
+
+    As in verify_launch.py, sample.cuh reads the positions of each model before verify.cuh decides.
+    """
+    *shape, places, cols = operands["x"].shape
+    rows, n = math.prod(shape), places - 1
+    # Without drafts, those of the draft model are empty.
+    models = [operands[name] for name in ("x", "draft") if name in operands][: 1 + (n > 0)]
+    common = jnp.result_type(*models)
+    models = [x.astype(common) for x in models]
+    dtype, aligned = _layout(models[0])
+    if reason := refusal(dtype, rows, device):
+        return reason
+    launches = []
+    for each in (places, n)[: len(models)]:
+        found = source.shape_of(rows * each, cols, dtype, aligned, device)
+        if found is None:
+            return f"the blocks of a row need more shared memory than those of {device.name} have"
+        numbers = *_sizes(cols, found.cluster), int(first), 0, 1, each, *source.ABSENT[1:]
+        launches.append(source.KERNEL.launch(found, numbers, rows * each, found.dynamic_bytes))
+    own = verification.shape_of(rows, cols, dtype, aligned, len(models) == 2, device)
+    numbers = cols, cols, cols, source.slice_of(cols, own.cluster), n, *[0] * (len(verification.NUMBERS) - 5)
+    launches.append(verification.KERNEL.launch(own, numbers, rows))
+    return _plan("verify.cuh", launches[-1]), partial(_verified, launches, device, operands, models)
+
+
+def _verified(launches: list[OwnLaunch], device: Device, operands: Values, models: list[Array]) -> list[Array]:
+    *shape, places, cols = operands["x"].shape
+    of_rows = _flat({name: t for name, t in operands.items() if name not in ("x", "draft", "drafts")}, shape)
+    count, names = math.prod(shape), ("temperature", "min_p", "seed", "offset")
+    given: Values = {name: of_rows[name] for name in names if name in of_rows}
+    given["drafts"] = operands["drafts"].reshape(count, places - 1)
+    for model, x, launch in zip(("target", "draft"), models, launches, strict=False):
+        x = x.reshape(-1, cols)
+        found = cuda_call.run_own(launch, {"x": x, **of_rows}, _types((len(x),), **_OF_POSITIONS), device)
+        own = x, *[found[name] for name in ("top_tokens", "kept_key", "kept_sum", "valid")]
+        given |= {f"{model}_{name}": t for name, t in zip(verification.MODEL, own, strict=True)}
+        given.setdefault("sampled", found["token"])
+    results = {
+        **_types((count,), accepted="int64"), **_types((count, places), tokens="int64", logprobs="float32"),
+        **_types((count,), valid="bool"),
+    }  # fmt: skip
+    decided = cuda_call.run_own(launches[-1], given, results, device)
+    return [t.reshape(*shape, *t.shape[1:]) for t in decided.values()]
+
+
+_OF_POSITIONS = {
+    "token": "int64", "logprob": "float32", "lse": "float32", "kept": "int64", "valid": "bool", "top_tokens": "int64",
+    "top_logprobs": "float32", "kept_key": "uint64", "kept_sum": "float64",
+}  # fmt: skip
+"""Results of sample.cuh for the positions of drafts."""
+
+
 def _layout(x: Array) -> tuple[str, bool]:
     """The dtype of logits, and True where each row begins on 16 bytes, as the array does."""
     return x.dtype.name, x.shape[-1] * x.dtype.itemsize % 16 == 0
@@ -102,9 +157,14 @@ def _types(shape: tuple[int, ...], **dtypes: str) -> dict[str, Any]:
 
 def _of_rows(operands: Values) -> Values:
     """The operands with one axis of rows: the logits (rows, tokens), the others (rows,)."""
-    x = operands["x"]
-    each = {name: jnp.broadcast_to(t, (*x.shape[:-1], 1)).reshape(-1) for name, t in operands.items() if name != "x"}
-    return {"x": x.reshape(-1, x.shape[-1]), **each}
+    *shape, cols = operands["x"].shape
+    each = {name: t for name, t in operands.items() if name != "x"}
+    return {"x": operands["x"].reshape(-1, cols), **_flat(each, shape)}
+
+
+def _flat(each: Values, shape: list[int]) -> Values:
+    """Operands with one number for each row, (rows,)."""
+    return {name: jnp.broadcast_to(t, (*shape, 1)).reshape(-1) for name, t in each.items()}
 
 
 def _plan(file: str, launch: OwnLaunch) -> str:

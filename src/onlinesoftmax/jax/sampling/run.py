@@ -41,12 +41,12 @@ class Function(NamedTuple):
     Attributes:
         name: Name of the public function.
         formula: formula(call, operands) returns the results.
-        kernel: kernel(call) is its kernel in kernel_or_formula.py; None without one.
+        kernel: kernel(call) is its kernel in kernel_or_formula.py.
     """
 
     name: str
     formula: Callable[[Call, Values], list[Array]]
-    kernel: Callable[[Call], kernel_or_formula.Kernel] | None
+    kernel: Callable[[Call], kernel_or_formula.Kernel]
 
 
 class Call(NamedTuple):
@@ -123,7 +123,7 @@ def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: Call) 
         if name in operands:
             operands[name] = operands[name].astype(dtype)
     name, formula, kernel = call.function
-    found = kernel_or_formula.run(platform, name, operands, partial(formula, call), kernel and kernel(call))
+    found = kernel_or_formula.run(platform, name, operands, partial(formula, call), kernel(call))
     return [t.astype(jnp.int32) if jnp.issubdtype(t.dtype, jnp.integer) else t for t in found]
 
 
@@ -131,7 +131,7 @@ _PRIMITIVE = wide.primitive("sampling", _lowered)
 
 _SAMPLE = Function("sample", _sample, lambda call: partial(kernels.sample, *call[2:]))
 _TOPK = Function("topk_logprobs", _topk, lambda call: partial(kernels.topk_logprobs, call.top))
-_VERIFY = Function("verify", _verify, None)
+_VERIFY = Function("verify", _verify, lambda call: partial(kernels.verify, call.first))
 
 
 def _bind(function: Function, operands: Mapping[str, Array | Words | None], **numbers: Any) -> list[Array]:
