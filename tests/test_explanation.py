@@ -202,7 +202,7 @@ def test_a_numpy_array_counts_as_its_shape_and_dtype() -> None:
         ({"x": np.zeros(5, np.float16), "dtype": "bfloat16"}, ValueError, "x has dtype float16"),
         ({"dtype": 3}, TypeError, "dtype must be a dtype or its name, not int"),
         ({"dtype": np.int32}, ValueError, "unknown dtype 'int32'"),
-        ({"top_p": 0.9}, ValueError, r"softmax\(\) has no top_p here; top_p is an argument of sample$"),
+        ({"top_p": 0.9}, ValueError, r"softmax\(\) has no top_p here; top_p is an argument of sample and verify$"),
         ({"operation": "softmx"}, ValueError, r"did you mean softmax\?$"),
         ({"outputs": "y"}, TypeError, "outputs must be a tuple of names, not str"),
         ({"outputs": {"y"}}, TypeError, "outputs must be a tuple of names, not set"),

@@ -15,7 +15,7 @@ from onlinesoftmax.core import annotations
 
 RESULTS = {
     "Explanation", "HeadExplanation", "Plan", "Problem", "Replaced", "Report", "RouteExplanation", "SampleExplanation",
-    "State",
+    "State", "VerifyExplanation",
 }  # fmt: skip
 """Classes whose objects only the library makes: their pages describe the fields, and no call."""
 

@@ -293,7 +293,7 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --op linear_token_loss --classes 7 --ptx", "--ptx: name an operation"),
         ("explain 12x5 --classes 7", "Error: --classes is an option of --op linear_cross_entropy or linear_"),
         ("explain 12x5 --top-p 0.9", "Error: --top-p is an option of --op sample"),
-        ("explain 12x5 --top-logprobs 3 --min-p 0.1", "--min-p is an option of --op sample; --top-logprobs is"),
+        ("explain 12x5 --top-logprobs 3 --min-p 0", "--min-p is an option of --op sample or verify; --top-logprobs is"),
         ("explain 12x5 --op route --k 2 --top-p 0.9", "Error: --top-p is an option of --op sample"),
         ("explain 12x5 --group-k 2 --score sigmoid", "--score is an option of --op route; --group-k is an option of"),
         ("explain 12x5 --op sample --prob-sums", "Error: --prob-sums is an option of --op route"),

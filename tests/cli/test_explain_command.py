@@ -84,6 +84,14 @@ def test_explain_of_sample() -> None:
     assert "--ptx: name an operation of the planner: sample has no such listing" in refused.output
 
 
+def test_explain_of_verify() -> None:
+    command = "explain 64x5x128256 --op verify --draft-logits --top-k 50 --device h100"
+    found = run_json(*command.split())
+    right = onlinesoftmax.explain((64, 5, 128256), operation="verify", draft_logits=True, top_k=50, device="h100")
+    assert found == json.loads(json.dumps(right.as_dict()))
+    assert "--draft-logits is an option of --op verify" in run("explain", "64x5", "--draft-logits").output
+
+
 COMPILE = """
 import json, sys
 from typer.testing import CliRunner

@@ -26,7 +26,8 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..explanation import Explanation, HeadExplanation, RouteExplanation, SampleExplanation
+    from ..explanation import Explanation, HeadExplanation
+    from ..explanation.ways import WayExplanation
     from ..kernels.report import Kernel
 
 OF_ARGUMENTS = {"linear_weight": "classes", "framework='jax'": "framework jax"}
@@ -36,14 +37,16 @@ OF_ARGUMENTS = {"linear_weight": "classes", "framework='jax'": "framework jax"}
 def explain(
     shape: str = typer.Argument(
         metavar="SHAPE",
-        help="Sizes with x between them, as in 4096x50257 or 1x2^24; for a head those of its input: tokens x hidden.",
+        help="Sizes with x between them, as in 4096x50257 or 1x2^24; for a head those of its input: tokens x hidden; "
+        "for verify rows x (drafts + 1) x tokens.",
     ),
     dtype: str = named("dtype", DTYPES, "float32", help=f"Dtype of the input: {', '.join(DTYPES)}."),
     op: str = named(
         "operation",
-        (*OPERATIONS, *FUNCTIONS, "sample", "route"),
+        (*OPERATIONS, *FUNCTIONS, "sample", "verify", "route"),
         "softmax",
-        help=f"The operation: {', '.join(OPERATIONS)}; with --classes a head: {', '.join(FUNCTIONS)}; sample; route.",
+        help=f"The operation: {', '.join(OPERATIONS)}; with --classes a head: {', '.join(FUNCTIONS)}; sample; verify; "
+        "route.",
     ),
     classes: int | None = typer.Option(None, min=1, help="Classes of a head, the rows of its weight."),
     memory: str | None = typer.Option(None, help="Most bytes of a head's logits and sums, as 600MB or 1.5GiB."),
@@ -57,10 +60,13 @@ def explain(
     acc_dtype: str | None = named(
         "dtype", DTYPES, help="Dtype in which chunks add up the gradient of a head's weight."
     ),
-    top_k: int | None = typer.Option(None, help="Of sample: number of tokens to keep."),
-    top_p: float | None = typer.Option(None, help="Of sample: part of the probability to keep."),
-    min_p: float | None = typer.Option(None, help="Of sample: smallest probability to keep, as a part of the largest."),
+    top_k: int | None = typer.Option(None, help="Of sample and verify: number of tokens to keep."),
+    top_p: float | None = typer.Option(None, help="Of sample and verify: part of the probability to keep."),
+    min_p: float | None = typer.Option(
+        None, help="Of sample and verify: smallest probability to keep, as a part of the largest."
+    ),
     top_logprobs: int = typer.Option(0, help="Of sample: number of the largest log-probabilities to return."),
+    draft_logits: bool = typer.Option(False, "--draft-logits", help="Of verify: the draft model has logits too."),
     k: int | None = typer.Option(None, "--k", min=1, help="Of route: number of experts of a token."),
     score: str = named("score", SCORES, "softmax", help=f"Of route: {', '.join(SCORES)}."),
     groups: int | None = typer.Option(None, min=1, help="Of route: number of groups of experts."),
@@ -111,6 +117,7 @@ def explain(
       onlinesoftmax explain 8192x128256 --op cross_entropy --outputs loss,y --device h200
       onlinesoftmax explain 8192x4096 --op linear_cross_entropy --classes 128256 --memory 600MB --device h200
       onlinesoftmax explain 64x128256 --op sample --top-k 50 --top-p 0.9 --device h200
+      onlinesoftmax explain 64x5x128256 --op verify --draft-logits --top-k 50 --device h200
       onlinesoftmax explain 65536x256 --op route --k 8 --score sigmoid --groups 8 --group-k 4 --device h200
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     asked = {"cuda": cuda, "ttir": ttir, "ptx": ptx, "sass": sass}
@@ -124,13 +131,12 @@ def explain(
     explanation = _explain(
         shape, options, head, dim=dim, operation=op, dtype=dtype, fully_masked=fully_masked, device=device,
         batch_invariant=batch_invariant, framework=framework, backend=backend, strategy=strategy, top_k=top_k,
-        top_p=top_p, min_p=min_p, top_logprobs=top_logprobs, k=k, score=score, groups=groups, group_k=group_k,
-        prob_sums=prob_sums,
-        outputs=split_names(outputs) or None,
+        top_p=top_p, min_p=min_p, top_logprobs=top_logprobs, draft_logits=draft_logits, k=k, score=score, groups=groups,
+        group_k=group_k, prob_sums=prob_sums, outputs=split_names(outputs) or None,
     )  # fmt: skip
-    from ..explanation import HeadExplanation, RouteExplanation, SampleExplanation
+    from ..explanation import Explanation
 
-    if isinstance(explanation, HeadExplanation | RouteExplanation | SampleExplanation):
+    if not isinstance(explanation, Explanation):
         if listings:
             output.fail(f"--{listings[0]}: name an operation of the planner: {op} has no such listing")
         _print_function(explanation, as_json)
@@ -154,7 +160,7 @@ def explain(
 
 def _explain(
     shape: str, options: dict[str, Any], head: dict[str, Any], **asked: Any
-) -> Explanation | HeadExplanation | RouteExplanation | SampleExplanation:
+) -> Explanation | HeadExplanation | WayExplanation:
     from ..explanation import NotTakenError
     from ..explanation import explain as explain_shape
     from ..kernels.registry import missing
@@ -197,7 +203,7 @@ def not_taken(operation: str, names: list[str]) -> str:
     return "; ".join(found)
 
 
-def _print_function(explanation: HeadExplanation | RouteExplanation | SampleExplanation, as_json: bool) -> None:
+def _print_function(explanation: HeadExplanation | WayExplanation, as_json: bool) -> None:
     """The explanation of a function that is no operation of the planner."""
     if as_json:
         output.print_json(explanation.as_dict())

@@ -23,8 +23,11 @@ from .heads import HeadExplanation, adds_in_place, described_head, explain_head,
 from .routing import ROUTE, RouteExplanation, explain_route
 from .rows import Explanation, Shape, check_taken, described, explain_task, framework_of, task_in_jax, torch_task
 from .sampling import FILTERS, SAMPLE, SampleExplanation, described_sample, explain_sample, sample_in_jax
+from .verification import VERIFY, VerifyExplanation, described_verify, explain_verify, verify_in_jax
 
-__all__ = ["Explanation", "HeadExplanation", "RouteExplanation", "SampleExplanation", "explain"]
+__all__ = [
+    "Explanation", "HeadExplanation", "RouteExplanation", "SampleExplanation", "VerifyExplanation", "explain",
+]  # fmt: skip
 
 
 @overload
@@ -51,6 +54,13 @@ def explain(
     min_p: Any = None, top_logprobs: int = 0, mask: Any = None, bias: Any = None, softcap: float | None = None,
     device: str | None = None,
 ) -> SampleExplanation: ...  # fmt: skip
+
+
+@overload
+def explain(
+    x: Any, *, operation: Literal["verify"], dtype: Any = None, top_k: Any = None, top_p: Any = None,
+    min_p: Any = None, draft_logits: bool = False, device: str | None = None, framework: str | None = None,
+) -> VerifyExplanation: ...  # fmt: skip
 
 
 @overload
@@ -90,6 +100,7 @@ def explain(
     top_p: Any = None,
     min_p: Any = None,
     top_logprobs: int = 0,
+    draft_logits: bool = False,
     k: int | None = None,
     score: str = "softmax",
     order: str = "score_first",
@@ -98,7 +109,7 @@ def explain(
     group_score: str | int = "top2_sum",
     renormalize: bool = True,
     prob_sums: bool = False,
-) -> Explanation | HeadExplanation | SampleExplanation | RouteExplanation:
+) -> Explanation | HeadExplanation | SampleExplanation | VerifyExplanation | RouteExplanation:
     """The plan that a call would run, and why.
 
     Args:
@@ -107,7 +118,7 @@ def explain(
         dim: The softmax dimension.
         operation: Name of a function, as "softmax"; or with "_backward", its gradient, which takes the options of the
             function.  Or name of a function with a head, as "linear_cross_entropy", of an input (..., hidden); or
-            "sample" or "route".
+            "sample", "verify" (x is the logits of the target model) or "route".
         dtype: Dtype, or its name, for a shape ("float32" by default); that of the tensor otherwise.
         outputs: Names of the outputs that the kernel writes, where it is not the result alone: ("loss", "y") for the
             losses with their gradient, ("mean_loss", "y") for their mean with its gradient.
@@ -132,10 +143,12 @@ def explain(
         acc_dtype: Of a head: dtype in which chunks of tokens add up the gradient of the weight; None for float32.
         gradients: Of a head: names of the tensors whose gradients are wanted, "input", "linear_weight" and
             "linear_bias".  By default those that require one, and all that are shapes.
-        top_k: Of `sample`: number of tokens to keep, or one for each row; None without this filter.
-        top_p: Of `sample`: part of the probability to keep, or one for each row; None without this filter.
-        min_p: Of `sample`: smallest probability to keep, as a part of the largest; None without this filter.
+        top_k: Of `sample` and `verify`: number of tokens to keep, or one for each row; None without this filter.
+        top_p: Of `sample` and `verify`: part of the probability to keep, or one for each row; None without this filter.
+        min_p: Of `sample` and `verify`: smallest probability to keep, as a part of the largest; None without this
+            filter.
         top_logprobs: Of `sample`: number of the largest log-probabilities that the call returns.
+        draft_logits: Of `verify`: True for a call with the logits of the draft model.
         k: Of `route`: number of experts of a token; required there.
         score: Of `route`: "softmax", "sigmoid", "sqrtsoftplus" or "identity".
         order: Of `route`: "score_first", or "topk_first" for a choice by logits.
@@ -148,7 +161,7 @@ def explain(
 
     Returns:
         An `Explanation`; for a function with a head, a `HeadExplanation`; for `sample`, a `SampleExplanation`; for
-        `route`, a `RouteExplanation`.
+        `verify`, a `VerifyExplanation`; for `route`, a `RouteExplanation`.
 
     Raises:
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
@@ -168,11 +181,8 @@ def explain(
         >>> print(f"{plan.name}, {plan.chunks} chunks of {plan.chunk}, {plan.products:.1f} products")
         columns, 9 chunks of 16000, 3.5 products
     """
-    if framework not in (None, "torch", "jax"):
-        raise ValueError(unknown("framework", framework, ("torch", "jax")))
-    if device is not None and not isinstance(device, str):
-        raise TypeError(f"device must be the name of a known device, not {type(device).__name__}")
-    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "top_logprobs": top_logprobs}
+    _check_place(framework, device)
+    filters = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "draft_logits": draft_logits}
     of_rows = {
         "outputs": outputs, "causal": causal, "fully_masked": fully_masked != "nan",
         "batch_invariant": batch_invariant, "backend": backend, "strategy": strategy,
@@ -185,20 +195,24 @@ def explain(
         "k": k, "score": score, "order": order, "groups": groups, "group_k": group_k, "group_score": group_score,
         "renormalize": renormalize, "prob_sums": prob_sums,
     }  # fmt: skip
-    scaled = not (is_number(scale) and scale == 1)
+    scaled, listed = not (is_number(scale) and scale == 1), {"top_logprobs": top_logprobs != 0}
+    others = {"dim": dim != -1, "scale": scaled, "softcap": softcap, "mask": mask, **listed}
     if operation == ROUTE:
-        filters["top_logprobs"] = top_logprobs != 0
-        others = {"dim": dim != -1, "scale": scaled, "softcap": softcap, "mask": mask, **filters}
-        _check_not_given(ROUTE, None, None, **of_rows, **of_heads, **others)
+        _check_not_given(ROUTE, None, None, **of_rows, **of_heads, **others, **filters)
         machine = _machine(device, x, framework)
         return explain_route(x, dtype, bias, of_gates, framework_of(x, framework), machine, device is not None)
     _check_not_given(operation, None, None, **{name: of_gates[name] != value for name, value in NO_GATE.items()})
     if operation == SAMPLE:
-        _check_not_given(SAMPLE, None, None, **of_rows, **of_heads, scale=scaled)
+        _check_not_given(SAMPLE, None, None, **of_rows, **of_heads, scale=scaled, draft_logits=draft_logits)
         describe = sample_in_jax if framework_of(x, framework) == "jax" else described_sample
-        problem = describe(x, dim, dtype, filters, {"softcap": softcap, "bias": bias, "mask": mask})
+        given = {"softcap": softcap, "bias": bias, "mask": mask}
+        problem = describe(x, dim, dtype, {**filters, "top_logprobs": top_logprobs}, given)
         return explain_sample(problem, _machine(device, x, framework), device is not None)
-    _check_not_given(operation, None, None, **filters | {"top_logprobs": top_logprobs != 0})
+    if operation == VERIFY:
+        _check_not_given(VERIFY, None, None, **of_rows, **of_heads, **others, bias=bias)
+        drafts = (verify_in_jax if framework_of(x, framework) == "jax" else described_verify)(x, dtype, filters)
+        return explain_verify(drafts, _machine(device, x, framework), device is not None)
+    _check_not_given(operation, None, None, **filters, **listed)
     if isinstance(operation, str) and operation in FUNCTIONS:
         _check_not_given(operation, x, framework, dim=dim != -1, mask=mask, bias=bias, **of_rows)
         head = described_head(operation, x, linear_weight, linear_bias, dtype, reduction)
@@ -209,7 +223,7 @@ def explain(
         asked = {"wanted": wanted, "each": reduction == "none", "whole_rows": whole_rows, "in_place": in_place}
         return explain_head(head, asked, checked_memory("explain()", memory), options, machine, device is not None)
     if not isinstance(operation, str) or operation not in OPERATIONS:
-        raise ValueError(unknown("operation", operation, (*OPERATIONS, *FUNCTIONS, SAMPLE, ROUTE)))
+        raise ValueError(unknown("operation", operation, (*OPERATIONS, *FUNCTIONS, SAMPLE, VERIFY, ROUTE)))
     _check_not_given(operation, None, None, **of_heads)
     in_jax = framework_of(x, framework) == "jax"
     shape, like = described(x, dtype)
@@ -239,7 +253,9 @@ NO_GATE: dict[str, Any] = {
 OF_HEADS = ("linear_weight", "linear_bias", "reduction", "gradients", "whole_rows", "memory", "acc_dtype")
 
 OWNERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys((*FILTERS, "top_logprobs"), (SAMPLE,)),
+    **dict.fromkeys(FILTERS, (SAMPLE, VERIFY)),
+    "top_logprobs": (SAMPLE,),
+    "draft_logits": (VERIFY,),
     **dict.fromkeys(NO_GATE, (ROUTE,)),
     **dict.fromkeys(OF_HEADS, tuple(FUNCTIONS)),
 }
@@ -258,6 +274,14 @@ class NotTakenError(ValueError):
         self.operation, self.names = operation, names
         owners = [f"{name} is an argument of {' and '.join(OWNERS[name])}" for name in names if name in OWNERS]
         super().__init__("; ".join([f"{operation}() has no {', '.join(names)} here", *owners]))
+
+
+def _check_place(framework: Any, device: Any) -> None:
+    """Raise an error for a framework or a device that has no name."""
+    if framework not in (None, "torch", "jax"):
+        raise ValueError(unknown("framework", framework, ("torch", "jax")))
+    if device is not None and not isinstance(device, str):
+        raise TypeError(f"device must be the name of a known device, not {type(device).__name__}")
 
 
 def _check_not_given(operation: str, x: Any, framework: str | None, **given: Any) -> None:

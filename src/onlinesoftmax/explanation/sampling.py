@@ -121,11 +121,6 @@ def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], option
 
         from ..sampling import arguments
 
-    def without_data(t: Any, dtype: str) -> Any:
-        if isinstance(t, tuple | list):
-            return torch.empty(sizes_of("bias or mask", t), dtype=getattr(torch, dtype), device="meta")
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if torch.is_tensor(t) else t
-
     shape, like = described(x, dtype)
     x = x if torch.is_tensor(x) else shape
     bias, mask = (without_data(options[name], its) for name, its in (("bias", like.dtype), ("mask", "bool")))
@@ -138,6 +133,15 @@ def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], option
     adjacent = rows.stride(1) == 1
     listed = parameters.listed(top)
     return Asked(len(rows), logits.tokens, like.dtype, "torch", adjacent, given, top, listed, logits.options.given)
+
+
+def without_data(t: Any, dtype: str) -> Any:
+    """A tensor, or one of a shape and this dtype, without its data; another value as it is."""
+    import torch
+
+    if isinstance(t, tuple | list):
+        return torch.empty(sizes_of("bias or mask", t), dtype=getattr(torch, dtype), device="meta")
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if torch.is_tensor(t) else t
 
 
 def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
@@ -217,7 +221,12 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
     filtered = shape_of(rows, tokens, dtype, True, device, problem.listed)
     if filtered is None:
         return f"the blocks of a row need more shared memory than those of {device.name} have"
+    reason = f"{before}it lists the largest tokens, in {reads_of(filters)}"
+    return Kernel(FILTERED, filtered.cluster, filtered.threads, reason)
+
+
+def reads_of(filters: tuple[str, ...]) -> str:
+    """How often sample.cuh reads the logits, in words."""
     # Without top_k all tokens may be kept, so masses are added up when a bound of the threshold is known.
     again = filters and "top_k" not in filters
-    reads = "two reads of the logits, the second from the L2 cache" if again else "one read of the logits"
-    return Kernel(FILTERED, filtered.cluster, filtered.threads, f"{before}it lists the largest tokens, in {reads}")
+    return "two reads of the logits, the second from the L2 cache" if again else "one read of the logits"

@@ -94,23 +94,19 @@ def verify(first: bool, device: Device, operands: Values) -> Planned:
     """
     *shape, places, cols = operands["x"].shape
     rows, n = math.prod(shape), places - 1
-    # Without drafts, those of the draft model are empty.
-    models = [operands[name] for name in ("x", "draft") if name in operands][: 1 + (n > 0)]
+    models = [operands[name] for name in ("x", "draft") if name in operands]
     common = jnp.result_type(*models)
     models = [x.astype(common) for x in models]
-    dtype, aligned = _layout(models[0])
-    if reason := refusal(dtype, rows, device):
-        return reason
+    shapes = verification.shapes_of(rows, n, cols, (*_layout(models[0]), len(models) == 2), device)
+    if isinstance(shapes, str):
+        return shapes
     launches = []
-    for each in (places, n)[: len(models)]:
-        found = source.shape_of(rows * each, cols, dtype, aligned, device)
-        if found is None:
-            return f"the blocks of a row need more shared memory than those of {device.name} have"
-        numbers = *_sizes(cols, found.cluster), int(first), 0, 1, each, *source.ABSENT[1:]
-        launches.append(source.KERNEL.launch(found, numbers, rows * each, found.dynamic_bytes))
-    own = verification.shape_of(rows, cols, dtype, aligned, len(models) == 2, device)
-    numbers = cols, cols, cols, source.slice_of(cols, own.cluster), n, *[0] * (len(verification.NUMBERS) - 5)
-    launches.append(verification.KERNEL.launch(own, numbers, rows))
+    for own, each in zip(shapes.positions, shapes.each, strict=True):
+        numbers: tuple[int, ...] = *_sizes(cols, own.cluster), int(first), 0, 1, each, *source.ABSENT[1:]
+        launches.append(source.KERNEL.launch(own, numbers, rows * each, own.dynamic_bytes))
+    last = shapes.decision
+    numbers = cols, *_sizes(cols, last.cluster), n, *[0] * (len(verification.NUMBERS) - 5)
+    launches.append(verification.KERNEL.launch(last, numbers, rows))
     return _plan("verify.cuh", launches[-1]), partial(_verified, launches, device, operands, models)
 
 
@@ -120,7 +116,7 @@ def _verified(launches: list[OwnLaunch], device: Device, operands: Values, model
     count, names = math.prod(shape), ("temperature", "min_p", "seed", "offset")
     given: Values = {name: of_rows[name] for name in names if name in of_rows}
     given["drafts"] = operands["drafts"].reshape(count, places - 1)
-    for model, x, launch in zip(("target", "draft"), models, launches, strict=False):
+    for model, x, launch in zip(("target", "draft"), models, launches[:-1], strict=False):
         x = x.reshape(-1, cols)
         found = cuda_call.run_own(launch, {"x": x, **of_rows}, _types((len(x),), **_OF_POSITIONS), device)
         own = x, *[found[name] for name in ("top_tokens", "kept_key", "kept_sum", "valid")]

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from ...core.device import Device
 from ...kernels.cuda.arguments import OwnKernel
-from . import unfiltered
+from . import source, unfiltered
 from .source import constants_of
+from .which_kernel import refusal
 
 FILES = (
     "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words", "scores", "noise",
@@ -55,6 +56,48 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, draft: bool, devic
     """The kernel of a call: as many blocks read a position of each row as where it is sampled without a filter."""
     like = unfiltered.shape_of(rows, cols, dtype, aligned, False, device)
     return Shape(dtype, like.cluster, like.threads, aligned, draft)
+
+
+class Shapes(NamedTuple):
+    """The kernels of a call, in the order of their launches.
+
+    Attributes:
+        positions: Those of sample.cuh, one for each model that has logits.
+        each: Number of positions that each of them reads for a row of drafts.
+        decision: That of verify.cuh.
+    """
+
+    positions: tuple[source.Shape, ...]
+    each: tuple[int, ...]
+    decision: Shape
+
+
+def shapes_of(
+    rows: int, n: int, cols: int, logits: tuple[str, bool, bool], device: Device, listed: int | None = None
+) -> Shapes | str:
+    """The kernels of a call, or why none take it.
+
+    Args:
+        rows: Number of rows of drafts.
+        n: Number of drafts of a row.
+        cols: Number of tokens.
+        logits: Their dtype, True where those of every position begin on 16 bytes, and True where the draft model has
+            some.
+        device: Where the kernels are to run.
+        listed: As Parameters.listed.
+    """
+    dtype, aligned, draft = logits
+    if reason := refusal(dtype, rows, device):
+        return reason
+    # Without drafts, the logits of the draft model are empty.
+    each = (n + 1, n) if draft and n else (n + 1,)
+    positions = []
+    for count in each:
+        found = source.shape_of(rows * count, cols, dtype, aligned, device, listed)
+        if found is None:
+            return f"the blocks of a row need more shared memory than those of {device.name} have"
+        positions.append(found)
+    return Shapes(tuple(positions), each, shape_of(rows, cols, dtype, aligned, len(each) == 2, device))
 
 
 def prologue(shape: Shape) -> str:
