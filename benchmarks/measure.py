@@ -41,6 +41,7 @@ RECORDS: dict[str, str] = {
     "linear-token-logprobs": "",
     "sampling": "",
     "topk": "",
+    "verify": "",
     "route": "",
     "training-step": "",
     "decoding": "",

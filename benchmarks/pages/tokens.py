@@ -1,4 +1,4 @@
-"""The tables of docs/sampling.md: times from logits to tokens, and to the largest log-probabilities."""
+"""The tables of docs/sampling_kernels.md: times to tokens, to the largest log-probabilities, and of drafts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,12 @@ def topk_table(records: Records) -> str:
     return _of_tokens(records, "topk")
 
 
-def _of_tokens(records: Records, suite: str) -> str:
+def verify_table(records: Records) -> str:
+    """Which drafts stay, and the token that follows them."""
+    return _of_tokens(records, "verify", "rows × (drafts + 1) × tokens")
+
+
+def _of_tokens(records: Records, suite: str, axes: str = "rows × tokens") -> str:
     """Microseconds of float32 logits, over all kinds of logits: a row for each shape and all that is asked of it."""
     name = records.newest(suite)
     groups: dict[tuple[str, str], dict[str, list[CaseResult]]] = {}
@@ -37,7 +42,7 @@ def _of_tokens(records: Records, suite: str) -> str:
         return ABSENT
     timed = {result.who for each in records.cases(name) for result in each.results if result.times is not None}
     ways = {who: title for who, title in WAYS.items() if who in timed}
-    header = ["rows × tokens", "", "one read", "ours", *ways.values(), "bfloat16: one read", "ours"]
+    header = [axes, "", "one read", "ours", *ways.values(), "bfloat16: one read", "ours"]
     rows = []
     for (shape, asked), found in groups.items():
         wide, narrow = found.get("float32", []), found.get("bfloat16", [])

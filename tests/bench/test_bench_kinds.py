@@ -19,6 +19,8 @@ from onlinesoftmax.lab.bench.tables import read_cases, table_of
     [
         ("topk --shape 2x1100 --peers torch,flashinfer", "token time", "flashinfer", "2x1100 zipf, k 1024",
          ("time us", "of read")),
+        ("verify --shape 3x3x90 --peers torch,flashinfer", "token time", "flashinfer", "3x3x90 normal, top-p 0.9",
+         ("time us", "of read")),
         ("decoding --quick --peers torch", "decoding time", "", "3 rows, 32 -> 1000, 1 layers, top-p 0.9",
          ("time ms", "tokens/s")),
         ("training-step --quick --peers torch", "step time", "", "64x32 -> 1000, 1 layers", ("time ms", "tokens/s")),
@@ -56,6 +58,7 @@ def test_a_suite_writes_a_record(
     [
         ("topk --shape 4x8x9", "needs two sizes, rows x tokens"),
         ("topk --shape 4x1000", "a row has only 1000 tokens"),
+        ("verify --shape 4x1000", "needs three sizes, rows x (drafts + 1) x tokens"),
         ("topk --op softmax", "--op does not go with --suite topk"),
         ("topk --peers liger", "unknown peer 'liger'; there are: torch, compile, flashinfer"),
         ("training-step --shape 4x8", "needs three sizes, tokens x hidden x classes"),

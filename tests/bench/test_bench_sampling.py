@@ -14,18 +14,19 @@ import torch
 from bench_cases import CPU
 
 from onlinesoftmax.lab.bench.kinds import run_kind
-from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, DecodeCase, TokenCase
+from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, VERIFY, DecodeCase, TokenCase
 from onlinesoftmax.lab.bench.sampling.decoding import make_decoder
-from onlinesoftmax.lab.bench.sampling.measure import make_logits
+from onlinesoftmax.lab.bench.sampling.measure import make_inputs, make_logits
 from onlinesoftmax.lab.bench.sampling.peers import TOKEN_PEERS, OursTokens, TorchTokens
-from onlinesoftmax.lab.bench.sampling.reference import threshold_of, wrong
+from onlinesoftmax.lab.bench.sampling.reference import threshold_of, wrong, wrong_drafts
 
 HERE = [peer("cpu") for name, peer in TOKEN_PEERS.items() if name != "compile" and peer("cpu").why_absent() is None]
 CASES = [
-    TokenCase(name, (3, 1500), 1, dtype, logits=logits, asked=asked)
-    for name in ASKED
+    TokenCase(name, shape, len(shape) - 1, dtype, logits=logits, asked=asked)
+    for name, shape in ((SAMPLE, (3, 1500)), (TOPK, (3, 1500)), (VERIFY, (20, 4, 300)))
     for asked, (dtype, logits) in zip(ASKED[name], cycle((("float32", "zipf"), ("bfloat16", "peaked"))), strict=False)
 ]  # fmt: skip
+DRAFTS = TokenCase(VERIFY, (20, 4, 300), 2, "float32", asked="top-k 50")
 ALL = TokenCase(SAMPLE, (3, 1500), 1, "float32", asked="all, top 20")
 
 
@@ -108,3 +109,33 @@ def test_ours_has_to_be_exact() -> None:
     best = ours.prepare(k)(x)
     assert wrong(k, x, tuple(best), seed)[0] is None
     assert wrong(k, x, (best.values, best.indices.flip(1)))[0] == "the 20 largest are others"
+
+
+def test_our_drafts_have_to_be_exact() -> None:
+    _, inputs = make_inputs(DRAFTS, CPU)
+    ours = OursTokens("cpu")
+    seed, found = ours.seeds(DRAFTS), ours.prepare(DRAFTS)(*inputs)
+    # Of the rows, some have all drafts, some have none, and some have a part of them.
+    assert found.accepted.unique().tolist() == [0, 1, 2, 3]
+    assert wrong_drafts(DRAFTS, *inputs, found, seed)[0] is None
+    for field, value, words in (
+        ("accepted", 3 - found.accepted, "rows have other tokens"), ("tokens", found.tokens.flip(0), "rows have other"),
+        ("logprobs", found.logprobs - 1e-4, "log-probability: error 1.0e-04"),
+    ):  # fmt: skip
+        reason = wrong_drafts(DRAFTS, *inputs, found._replace(**{field: value}), seed)[0]
+        assert words in str(reason), field
+
+
+def test_drafts_of_others_have_to_be_possible() -> None:
+    _, inputs = make_inputs(DRAFTS, CPU)
+    target, drafts, _ = inputs
+    accepted, tokens = TorchTokens("cpu").prepare(DRAFTS)(*inputs)
+    assert wrong_drafts(DRAFTS, *inputs, (accepted, tokens))[0] is None
+    place = accepted.unsqueeze(1)
+    unlikely = target.argmin(-1).gather(1, place)
+    all_stay = torch.full_like(accepted, 3), torch.cat([drafts, target[:, 3:].argmin(-1)], 1)
+    for found in (
+        (accepted, tokens.scatter(1, place, unlikely)), (accepted, tokens.scatter(1, place, -1)), all_stay,
+        (accepted, tokens.clamp(min=0)), (3 - accepted, tokens),
+    ):  # fmt: skip
+        assert "rows have tokens that no draw gives" in str(wrong_drafts(DRAFTS, *inputs, found)[0])

@@ -147,6 +147,20 @@ def test_a_record_of_tokens_fills_its_table(tables: Any, tmp_path: Path) -> None
     assert lines[3] == "| 64\u00a0×\u00a0128256 | top-p 0.9 | 20.0 | **40.0** | 45.0 |"
 
 
+def test_a_record_of_drafts_fills_its_table(tables: Any, tmp_path: Path) -> None:
+    case = TokenCase("verify", (64, 5, 128256), 2, "float32", asked="top-p 0.9")
+    results = [
+        Result(who, "ok", error=1e-7, times=Times(us, us, us, 7), of_read=us / 100)
+        for who, us in (("ours", 150.0), ("torch", 9000.0))
+    ]
+    found = CaseResult(case, results=results, measures="token time", one_read=Times(100.0, 100.0, 100.0, 7))
+    content = record() | {"measures": "token time", "cases": [found.as_dict()]}
+    (tmp_path / "h100-verify.json").write_text(json.dumps(content))
+    lines = tables["BLOCKS"]["verify_table"](tables["Records"](tmp_path)).splitlines()
+    assert lines[0] == "| rows × (drafts + 1) × tokens |  | one read | ours | PyTorch |"
+    assert lines[2] == "| 64\u00a0×\u00a05\u00a0×\u00a0128256 | top-p 0.9 | 100 | **150** | 9000 |"
+
+
 def test_a_missing_record_is_said(tables: Any, tmp_path: Path) -> None:
     for name, block in tables["BLOCKS"].items():
         assert block(tables["Records"](tmp_path)), name

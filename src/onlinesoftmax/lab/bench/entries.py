@@ -101,7 +101,7 @@ def powers(rows: int, first: int, last: int, step: int = 1) -> list[Shape]:
 def tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry, ...]:
     """Entries of these shapes for each kind of logits and for everything that is asked of a function of logits."""
     return tuple(
-        Entry(shape, 1, operation, more=(("logits", kind), ("asked", asked)))
+        Entry(shape, len(shape) - 1, operation, more=(("logits", kind), ("asked", asked)))
         for shape in shapes for asked in ASKED[operation] for kind in kinds
     )  # fmt: skip
 

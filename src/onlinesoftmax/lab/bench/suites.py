@@ -13,7 +13,7 @@ from .entries import Entry, Suite, decoding, each, gates, powers, rows, steps, t
 from .heads.step_cases import POLICY, TRAINING
 from .result import FORMS
 from .routing.cases import GATES
-from .sampling.cases import LOGITS, SAMPLE, TOPK
+from .sampling.cases import LOGITS, SAMPLE, TOPK, VERIFY
 
 DISTRIBUTED = "distributed", "distributed-heads"
 """Names of the suites that several processes measure together."""
@@ -185,6 +185,12 @@ SUITES: dict[str, Suite] = {
         "the 20, 50 and 1024 largest scores of each row, with their log-probabilities",
         tokens(TOPK, LOGITS[::2], *LOGITS_OF_MODELS), few=tokens(TOPK, LOGITS[:1], (3, 2000)),
         dtypes=("float32", "bfloat16"), repeat_ms=30, measures="token time", excluded=OF_ROWS,
+    ),
+    "verify": Suite(
+        "four drafts of each row and the logits of both models: which drafts stay, and the token that follows",
+        tokens(VERIFY, LOGITS[:1], (1, 5, 128256), (8, 5, 128256), (64, 5, 128256)),
+        few=tokens(VERIFY, LOGITS[:1], (3, 3, 1000)),
+        dtypes=("float32",), repeat_ms=30, measures="token time", excluded=OF_ROWS,
     ),
     "route": Suite(
         # Tokens of a training and of a decoding step; the gates of Qwen3-MoE, DeepSeek-V2, DeepSeek-V3 and GPT-OSS.

@@ -1,4 +1,4 @@
-"""A case of sampling, or of the largest log-probabilities: logits of a kind, and what is asked of them."""
+"""A case of sampling, of the largest log-probabilities, or of drafts: logits of a kind, and what is asked of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ....core.task import ITEMSIZE
 from ...names import check_names
 from ..cases import LogitsCase
 
-SAMPLE, TOPK = "sample", "topk_logprobs"
+SAMPLE, TOPK, VERIFY = "sample", "topk_logprobs", "verify"
 
 ASKED: dict[str, dict[str, dict[str, Any]]] = {
     SAMPLE: {
@@ -17,6 +17,7 @@ ASKED: dict[str, dict[str, dict[str, Any]]] = {
         "all, top 20": {"top_k": 50, "top_p": 0.9, "min_p": 0.01, "top_logprobs": 20},
     },
     TOPK: {f"k {k}": {"k": k} for k in (20, 50, 1024)},
+    VERIFY: {"none": {}, "top-k 50": {"top_k": 50}, "top-p 0.9": {"top_p": 0.9}},
 }  # fmt: skip
 """The arguments that are measured, by function and by the name that tables show."""
 
@@ -26,7 +27,9 @@ LOGITS = ("normal", "peaked", "zipf")
 
 @dataclass(frozen=True)
 class TokenCase(LogitsCase):
-    """A function from logits (rows, tokens) to tokens.
+    """A function from logits (rows, tokens) to tokens; or, for drafts, from those of the target model.
+
+    The logits of the target model are (rows, n + 1, tokens), and those of the draft model (rows, n, tokens).
 
     Attributes:
         logits: Kind of logits, in LOGITS.
@@ -36,6 +39,8 @@ class TokenCase(LogitsCase):
         >>> case = TokenCase("sample", (64, 128256), 1, "float32", asked="top-k 50")
         >>> str(case), case.arguments, case.bytes
         ('64x128256 normal, top-k 50', {'top_k': 50}, 32834304)
+        >>> TokenCase("verify", (64, 5, 128256), 2, "float32", asked="none").read_bytes
+        295501824
     """
 
     axes = "rows x tokens"
@@ -46,9 +51,12 @@ class TokenCase(LogitsCase):
         check_names("function", [self.operation], ASKED)
         check_names("kind of logits", [self.logits], LOGITS)
         check_names("arguments", [self.asked], ASKED[self.operation])
-        super().__post_init__()
-        if self.top > self.shape[1]:
-            raise ValueError(f"{self.operation} with {self.asked}: a row has only {self.shape[1]} tokens")
+        if self.operation != VERIFY:
+            super().__post_init__()
+        elif len(self.shape) != 3 or self.dim != 2 or self.shape[1] < 2:
+            raise ValueError(f"{VERIFY} needs three sizes, rows x (drafts + 1) x tokens, got {self.shape}")
+        if self.top > self.shape[-1]:
+            raise ValueError(f"{self.operation} with {self.asked}: a row has only {self.shape[-1]} tokens")
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape))} {self.logits}, {self.asked}"
@@ -62,6 +70,12 @@ class TokenCase(LogitsCase):
     def top(self) -> int:
         """Number of the largest log-probabilities that are returned."""
         return int(self.arguments.get("top_logprobs", self.arguments.get("k", 0)))
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the logits, of both models where there are two."""
+        places = self.shape[1]
+        return self.tensor_bytes // places * (2 * places - 1) if self.operation == VERIFY else self.tensor_bytes
 
     @property
     def write_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,9 @@ from ..measure import check_each, judged, over_one_read
 from ..peers import Peer
 from ..result import CaseResult, Result
 from ..timing import Call, Clock
-from .cases import TokenCase
+from .cases import VERIFY, TokenCase
 from .peers import OursTokens
-from .reference import wrong
+from .reference import wrong, wrong_drafts
 
 ABOVE = 20.0
 """Distance of one logit of a peaked row from the others: its token has 0.999 of the probability of 128256 tokens."""
@@ -21,11 +21,16 @@ ABOVE = 20.0
 EXPONENTS = 1.0, 2.0
 """Least and largest exponent of the Zipf-like rows: the probability of a token falls as this power of its rank."""
 
+DISTANCE = 0.5
+"""Standard deviation of the difference between the logits of the two models: some drafts stay, and some do not."""
+
 FLOAT64_COPIES = 12
-"""Tensors of the shape of the logits, in float64 or int64, that the check holds at once."""
+"""Tensors of the shape of the logits, in float64 or int64, that the check holds at once; as many for each model."""
 
 
-lacks_memory = partial(lacks_copies, FLOAT64_COPIES)
+def lacks_memory(case: TokenCase, device: Any) -> str | None:
+    """Why a case does not fit in memory; None if it does."""
+    return lacks_copies(FLOAT64_COPIES * (1 + (case.operation == VERIFY)), case, device)
 
 
 def make_logits(case: TokenCase, device: Any) -> Any:
@@ -40,22 +45,41 @@ def make_logits(case: TokenCase, device: Any) -> Any:
     where: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(case.elements)}
     x = torch.randn(case.shape, **where)
     if case.logits == "peaked":
-        x[:, case.shape[1] // 3] += ABOVE
+        x[..., case.shape[-1] // 3] += ABOVE
     if case.logits == "zipf":
         rank = torch.rand(case.shape, **where).argsort(-1) + 1.0
-        x -= torch.linspace(*EXPONENTS, case.rows, device=device).unsqueeze(1) * rank.log()
+        x -= torch.linspace(*EXPONENTS, case.rows, device=device).view(*case.shape[:-1], 1) * rank.log()
     return x.to(getattr(torch, case.dtype))
+
+
+def make_inputs(case: TokenCase, device: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The logits as rows that one read reads, and the arguments of a way: the logits alone, or those of `verify`."""
+    import torch
+
+    x = make_logits(case, device)
+    if case.operation != VERIFY:
+        return x, (x,)
+    from onlinesoftmax import sample
+
+    rows, places, tokens = case.shape
+    noise = torch.randn(x[:, 1:].shape, device=device, generator=torch.Generator(device).manual_seed(case.elements + 1))
+    both = torch.cat([x.flatten(0, 1), (x[:, :-1] + DISTANCE * noise).to(x.dtype).flatten(0, 1)])
+    target, draft = both[: rows * places].view(x.shape), both[rows * places :].view(rows, places - 1, tokens)
+    row, place = torch.arange(rows, device=device), torch.arange(places - 1, device=device)
+    # The noise of `verify` is independent of that of its drafts, though the seeds are the same.
+    return both, (target, sample(draft, seed=row.unsqueeze(1), offset=place, **case.arguments).token, draft)
 
 
 def measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
     """Measure a case in all ways; as `Kind.measure`."""
-    x = make_logits(case, device)
-    results, calls = check_each(case, everybody, lambda peer: checked(case, peer, x))
-    return over_one_read(CaseResult(case, results=results), calls, x, clock, repeat_ms)
+    rows, inputs = make_inputs(case, device)
+    results, calls = check_each(case, everybody, lambda peer: checked(case, peer, *inputs))
+    return over_one_read(CaseResult(case, results=results), calls, rows, clock, repeat_ms)
 
 
-def checked(case: TokenCase, peer: Peer, x: Any) -> tuple[Result, Call]:
+def checked(case: TokenCase, peer: Peer, *inputs: Any) -> tuple[Result, Call]:
     """The result of a way without times, and its call."""
-    call = partial(peer.prepare(case), x)
+    call = partial(peer.prepare(case), *inputs)
     seeds = peer.seeds(case) if isinstance(peer, OursTokens) else None
-    return judged(case, peer, call, *wrong(case, x, call(), seeds))
+    judge: Callable[..., tuple[str | None, float]] = wrong_drafts if case.operation == VERIFY else wrong
+    return judged(case, peer, call, *judge(case, *inputs, call(), seeds))

@@ -13,13 +13,15 @@ from ... import jax_on_torch
 from ..cases import Case
 from ..jax_peers import Arrays
 from ..peers import Compiled, ForGpus, Peer, compiled
-from .cases import ASKED, LOGITS, SAMPLE, TOPK, TokenCase
+from .cases import ASKED, LOGITS, SAMPLE, TOPK, VERIFY, TokenCase
 
 Function = Callable[..., Any]
 
 
 class Tokens(Peer):
     """A way to sample; its function maps logits to a tuple (tokens, …), or (values, tokens, …) of the largest.
+
+    Of drafts, it maps logits of the target model, drafts, and logits of the draft model to (accepted, tokens, …).
 
     Attributes:
         lacks: What the way does not return although it is asked for, by the name of the arguments.
@@ -50,13 +52,17 @@ class OursTokens(Tokens):
         """The seeds of the rows."""
         import torch
 
-        return torch.arange(case.rows, device=self.device_type)
+        return torch.arange(case.shape[0], device=self.device_type)
 
     def note(self, case: TokenCase, x: Any, *more: Any) -> str:
         """The kernel of a call and its blocks, or the way without one."""
-        if case.operation != SAMPLE:
+        if case.operation == TOPK:
             return ""
         given = {name: value for name, value in case.arguments.items() if name != "temperature"}
+        if case.operation == VERIFY:
+            given["draft_logits"] = True
+            drafts = explain(x, operation=VERIFY, **given)
+            return f"{drafts.name}, {len(drafts.kernel.launches)} launches" if drafts.kernel else drafts.name
         found = explain(x, operation=SAMPLE, **given)
         return f"{found.name}, {found.kernel.blocks} blocks of a row" if found.kernel else found.name
 
@@ -65,9 +71,9 @@ class OursTokens(Tokens):
         import onlinesoftmax
 
         function, given = getattr(onlinesoftmax, case.operation), dict(case.arguments)
-        if case.operation == SAMPLE:
+        if case.operation != TOPK:
             given["seed"] = self.seeds(case)
-        return lambda x: function(x, **given)
+        return lambda *inputs: function(*inputs, **given)
 
 
 class TorchTokens(Tokens):
@@ -102,19 +108,14 @@ def by_torch(case: TokenCase) -> Function:
     `torch.multinomial` divides by exponential noise and takes the largest, too; it also checks its input and waits for
     the GPU, which no measurement could hide.
     """
-    import torch
-
     given = case.arguments
     k, p, min_p, top = (given.get(name) for name in ("top_k", "top_p", "min_p", "top_logprobs"))
-
-    def draw(probabilities: Any) -> Any:
-        return (probabilities / torch.empty_like(probabilities).exponential_()).argmax(-1, keepdim=True)
 
     def greedy(x: Any) -> Any:
         return (x.argmax(-1),)
 
     def gumbel(x: Any) -> Any:
-        return (draw(x.float().softmax(-1))[:, 0],)
+        return (_draw(x.float().softmax(-1))[:, 0],)
 
     def filtered(x: Any) -> Any:
         values, tokens = x.float().topk(k, -1) if k else x.float().sort(dim=-1, descending=True)
@@ -123,7 +124,7 @@ def by_torch(case: TokenCase) -> Function:
             probabilities = probabilities.where(probabilities.cumsum(-1) - probabilities < p, 0.0)
         if min_p is not None:
             probabilities = probabilities.where(probabilities >= min_p * probabilities[:, :1], 0.0)
-        token = tokens.gather(-1, draw(probabilities))[:, 0]
+        token = tokens.gather(-1, _draw(probabilities))[:, 0]
         if not top:
             return (token,)
         return token, tokens[:, :top], (probabilities[:, :top] / probabilities.sum(-1, keepdim=True)).log()
@@ -133,16 +134,52 @@ def by_torch(case: TokenCase) -> Function:
         values, tokens = x.topk(given["k"], -1)
         return values, tokens, logprobs.gather(-1, tokens)
 
-    if case.operation != SAMPLE:
+    if case.operation == VERIFY:
+        return drafts_by_torch(k, p)
+    if case.operation == TOPK:
         return largest
     return filtered if k or p else greedy if given else gumbel
+
+
+def _draw(weights: Any) -> Any:
+    import torch
+
+    return (weights / torch.empty_like(weights).exponential_()).argmax(-1, keepdim=True)
+
+
+def drafts_by_torch(k: int | None, p: float | None) -> Function:
+    """PyTorch's operations for drafts: the probabilities of all tokens, rejection, and a draw from max(p - q, 0)."""
+    import torch
+
+    def probabilities(logits: Any) -> Any:
+        z = logits.float()
+        if k:
+            z = z.masked_fill(z < z.topk(k, -1).values[..., -1:], -torch.inf)
+        if p is not None:
+            order = z.sort(dim=-1, descending=True).values
+            shares = order.softmax(-1)
+            kept = (shares.cumsum(-1) - shares < p).sum(-1, keepdim=True)
+            z = z.masked_fill(z < order.gather(-1, kept - 1), -torch.inf)
+        return z.softmax(-1)
+
+    def verify(target: Any, drafts: Any, draft: Any) -> Any:
+        of_target, of_draft, n = probabilities(target), probabilities(draft), drafts.shape[1]
+        of_p, of_q = (each[:, :n].gather(-1, drafts.unsqueeze(-1))[..., 0] for each in (of_target, of_draft))
+        accepted = (torch.rand_like(of_q) * of_q < of_p).long().cumprod(-1).sum(-1)
+        row, position = (torch.arange(count, device=drafts.device) for count in (len(drafts), n + 1))
+        q = of_draft[row, accepted.clamp(max=n - 1)].masked_fill((accepted == n).unsqueeze(1), 0.0)
+        token, last = _draw((of_target[row, accepted] - q).clamp(min=0.0)), accepted.unsqueeze(1)
+        more = torch.cat([drafts, token], 1)
+        return accepted, more.where(position < last, token.where(position == last, -1))
+
+    return verify
 
 
 class FlashInfer(Tokens, ForGpus):
     """FlashInfer's softmax and its samplers of probabilities; its top-k."""
 
     name, module, distribution = "flashinfer", "flashinfer", "flashinfer-python"
-    operations = tuple(ASKED)
+    operations: tuple[str, ...] = (SAMPLE, TOPK)
     lacks = dict.fromkeys((*ASKED[SAMPLE], *ASKED[TOPK]), "no log-probabilities")
     lacks["all, top 20"] = "no min-p, no log-probabilities"
 
@@ -192,8 +229,8 @@ class JaxTokens(Arrays, Tokens):
     lacks = TorchTokens.lacks
 
     def supports(self, case: Case) -> str | None:
-        """Everything."""
-        return None
+        """Everything but drafts."""
+        return "has no function for drafts" if case.operation == VERIFY else None
 
     def of_logits(self, case: TokenCase) -> Function:
         """The functions, compiled in one."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....sampling.noise import gumbel
+from ....sampling.noise import gumbel, uniform
+from ....sampling.philox import ACCEPT, CORRECT
+from ....sampling.verification import keys_of_next, number_accepted, row_of
 from .cases import SAMPLE, TokenCase
 
 SLACK = 1e-3
@@ -96,6 +98,66 @@ def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) ->
     exact = torch.cat([own, top.masked_fill(top < least, -torch.inf)], 1) - lse
     logprobs = [found.logprob.unsqueeze(1), *([found.top_logprobs] if case.top else [])]
     return _off(torch.cat(logprobs, 1), exact, own)
+
+
+def wrong_drafts(
+    case: TokenCase, target: Any, drafts: Any, draft: Any, found: Any, seed: Any = None
+) -> tuple[str | None, float]:  # fmt: skip
+    """What is wrong with a result of `verify`, as `wrong`.
+
+    Args:
+        case: The case.
+        target, drafts, draft: The arguments of `verify`.
+        found: (accepted, tokens, …).
+        seed: As for `wrong`.
+    """
+    import torch
+
+    (rows, n), slack = drafts.shape, 0.0 if seed is not None else SLACK
+    p, q = (_probabilities(case, x, slack) for x in (target, draft))
+    accepted, tokens = found[0].unsqueeze(1), found[1].long()
+    if seed is not None:
+        *exact, logprobs = _exact_drafts(p, q, target, drafts, seed)
+        if bad := int(((accepted != exact[0]) | (tokens != exact[1])).any(1).sum()):
+            return f"{bad} of {rows} rows have other tokens", torch.inf
+        return _off(found.logprobs, logprobs, target)
+    position, row = (torch.arange(count, device=drafts.device) for count in (n + 1, rows))
+    last, at = tokens.gather(1, accepted.clamp(0, n)), accepted[:, 0].clamp(0, n)
+    right = torch.cat([drafts, last], 1).where(position < accepted, last.where(position == accepted, -1))
+    some = tokens.clamp(0, p.shape[-1] - 1)
+    kept = (p.gather(-1, some.unsqueeze(-1))[..., 0] > 0) & (tokens == some) | (position > accepted)
+    # A token that replaces a draft has a larger probability in the target model than in the draft model.
+    gained = p[row, at] * (1 + 2 * SLACK) > q[row, at.clamp(max=n - 1)]
+    fits = kept.all(1) & ((at == n) | gained.gather(1, some.gather(1, at.unsqueeze(1)))[:, 0])
+    if bad := int((~fits | (tokens != right).any(1)).sum()):
+        return f"{bad} of {rows} rows have tokens that no draw gives", torch.inf
+    return None, 0.0
+
+
+def _probabilities(case: TokenCase, logits: Any, slack: float) -> Any:
+    """Probabilities of all tokens after the filters, float64, in the shape of the logits; `slack` of threshold_of."""
+    import torch
+
+    z = logits.double().flatten(0, 1)
+    least = threshold_of(case, z.sort(dim=-1, descending=True).values, slack)
+    return z.masked_fill(z < least, -torch.inf).softmax(-1).view(logits.shape)
+
+
+def _exact_drafts(p: Any, q: Any, target: Any, drafts: Any, seed: Any) -> tuple[Any, Any, Any]:
+    """(accepted, tokens, log-probabilities) by the rule of verification.py and our noise."""
+    import torch
+
+    (rows, n), tokens = drafts.shape, p.shape[-1]
+    position, row = (torch.arange(count, device=drafts.device) for count in (n + 1, rows))
+    of_p, of_q = (each[:, :n].gather(-1, drafts.unsqueeze(-1))[..., 0] for each in (p, q))
+    chance = uniform(seed.repeat_interleave(n), position[:n].repeat(rows), 1, ACCEPT).view(rows, n)
+    accepted = number_accepted(torch.ones_like(drafts, dtype=torch.bool), of_p, of_q, chance)
+    at = accepted[:, 0]
+    here, scores = p[row, at], target[row, at].double()
+    keys = (scores + gumbel(seed, at, tokens)).masked_fill(here == 0, -torch.inf)
+    noise = gumbel(seed, at, tokens, CORRECT)
+    last = keys_of_next(torch, here, q[row, at.clamp(max=n - 1)], accepted < n, noise, keys).argmax(1, keepdim=True)
+    return accepted, *row_of(torch, position, accepted, drafts, of_p, last, here.gather(1, last))
 
 
 def _off(found: Any, exact: Any, scores: Any) -> tuple[str | None, float]:
