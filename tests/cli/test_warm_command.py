@@ -12,6 +12,7 @@ from commands import needs_nvrtc, run, run_apart, run_json
 import onlinesoftmax as osm
 from onlinesoftmax.cli.warm import FUNCTIONS
 from onlinesoftmax.core.device import known
+from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.kernels.registry import unavailable
 from onlinesoftmax.kernels.request import Request
 
@@ -36,6 +37,13 @@ def test_each_kernel_has_a_name_and_calls_that_share_one_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onlinesoftmax.core.cache.cache_folder", lambda: tmp_path)
+
+    def build(source: str, arch: str) -> tuple[bytes, str, None]:
+        """The test above compiles a kernel, and tests/kernels those of sampling, which take NVRTC seconds."""
+        compile.compiled += 1
+        return source.encode(), "", None
+
+    monkeypatch.setattr(compile, "build", build)
     command = "warm 4x64 5x64 --op sample --op token_logprobs --with-gradient --dtype float32 --device h100"
     found = run_json(*command.split())["kernels"]
     names = [each["kernel"] for each in found]
