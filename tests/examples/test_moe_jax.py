@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
+import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-import onlinesoftmax
 
 for name in ("jax", "flax", "optax", "typer", "sklearn", "matplotlib"):
     # importorskip would import them in every process that collects tests: flax and scikit-learn take seconds.
@@ -131,13 +128,15 @@ def test_load_balancing_loss_is_1_for_even_use_and_larger_otherwise(example: Mod
 
 
 @pytest.mark.early
-def test_the_script_as_a_user_runs_it(tmp_path: Path) -> None:
-    env = os.environ | {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "PYTHONIOENCODING": "utf-8"}
-    command = [sys.executable, str(EXAMPLE), "--epochs", "2", "--experts", "4", "--plot", "use.png"]
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, encoding="utf-8", check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_script_as_a_user_runs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--epochs", "2", "--experts", "4", "--plot", "use.png"])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert (tmp_path / "use.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    first, *rest = done.stdout.splitlines()
+    first, *rest = capsys.readouterr().out.splitlines()
     assert first.startswith("1437 training images, 360 test images; Config(experts=4, ")
     assert [line.split(":")[0] for line in rest if line.startswith("epoch")] == ["epoch   1 of 2", "epoch   2 of 2"]
     table = [line.split() for line in rest[rest.index("") + 2 :][:4]]
