@@ -18,7 +18,8 @@ from matplotlib.patches import FancyArrowPatch, Rectangle
 from onlinesoftmax import explain
 from onlinesoftmax.lab.report.charts import COLORS, GREY
 from onlinesoftmax.planner.plan import Plan
-from onlinesoftmax.sampling.noise import gumbel
+from onlinesoftmax.sampling.eager import FUNCTIONS
+from onlinesoftmax.sampling.formulas import gumbel
 
 WIDTH = 16
 """Columns of a drawn row."""
@@ -201,7 +202,7 @@ def launches(axes: Axes) -> None:
 def sampling(axes: Axes) -> None:
     """Scores of tokens, the threshold that keeps five of them, and the noise with which one of these wins."""
     scores = (1.5, 3.0, 0.6, 2.2, 3.9, 1.1, 2.7, 0.4, 1.8, 3.4, 1.3, 0.8)
-    noise = gumbel(torch.tensor([40]), torch.tensor([0]), len(scores))[0].tolist()
+    noise = gumbel(FUNCTIONS, torch.tensor([[40]]), torch.tensor([[0]]), len(scores))[0].tolist()
     least, sums = sorted(scores)[-5], [z + g for z, g in zip(scores, noise, strict=True)]
     best = max(total for z, total in zip(scores, sums, strict=True) if z >= least)
     for token, (z, total) in enumerate(zip(scores, sums, strict=True)):

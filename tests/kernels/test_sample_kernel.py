@@ -17,9 +17,10 @@ from hard_logits import assert_same_samples
 from onlinesoftmax.core.device import KNOWN, Device
 from onlinesoftmax.kernels.cuda import compile
 from onlinesoftmax.sampling.arguments import checked_logits, checked_parameters
-from onlinesoftmax.sampling.distribution import constants_of, distribution_of, reaches_min_p
+from onlinesoftmax.sampling.eager import FUNCTIONS
+from onlinesoftmax.sampling.formulas import distribution_of, reaching_min_p
 from onlinesoftmax.sampling.kernels import source, unfiltered_launch
-from onlinesoftmax.sampling.order import ordered
+from onlinesoftmax.sampling.keys import ordered
 from onlinesoftmax.sampling.philox import LOW
 from pairs import rest_exhaustive
 
@@ -73,14 +74,16 @@ def check(x: Tensor, cluster: int, folder: Path, top: int, lists: source.Lists =
     parameters = checked_parameters(
         checked_logits("sample", x, 1, 1.0, None, None, None), *filters.values(), given.get("ties", "keep")
     )
-    want = distribution_of(x.float(), parameters)
+    columns = parameters.map(lambda t: t[:, None])
+    order = FUNCTIONS.order(x.float(), columns.filters)
+    want = distribution_of(FUNCTIONS, x.float(), order, columns)
     valid = want.valid.squeeze(1)
     # Sort keys are unsigned: one with the sign of the other bit pattern has the order of signed numbers.
-    keys = (ordered(x.float()).long() << 32) + (LOW - torch.arange(cols))
-    z, (temperature, _, _) = want.by_id(want.z), constants_of(want.m, parameters)
+    keys = (ordered(torch, x.float()).long() << 32) + (LOW - torch.arange(cols))
+    z, temperature = want.z, want.temperature
     kept = (keys >= (got["kept_key"] ^ -(1 << 63)).unsqueeze(1)) & (z > -torch.inf)
-    kept = kept & reaches_min_p(z, temperature, parameters)
-    assert torch.equal(kept[valid], want.by_id(want.kept)[valid])
+    kept = reaching_min_p(FUNCTIONS, kept, z, temperature, columns)
+    assert torch.equal(kept[valid], want.kept[valid])
     assert torch.equal(got["kept_sum"].log().unsqueeze(1)[valid], want.log_sum[valid])
 
 

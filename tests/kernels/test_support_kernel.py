@@ -11,7 +11,7 @@ import torch
 import onlinesoftmax as osm
 from cuda_simulator import simulate_own
 from onlinesoftmax.kernels.cuda import compile
-from onlinesoftmax.sampling.distribution import support_of
+from onlinesoftmax.sampling.eager import support_of
 from onlinesoftmax.sampling.kernels import support
 
 

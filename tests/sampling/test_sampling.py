@@ -12,9 +12,9 @@ import torch
 
 import onlinesoftmax as osm
 from onlinesoftmax.sampling.arguments import checked_logits, checked_of_rows
-from onlinesoftmax.sampling.distribution import masses_of
+from onlinesoftmax.sampling.eager import FUNCTIONS
+from onlinesoftmax.sampling.formulas import gumbel, masses_of
 from onlinesoftmax.sampling.masses import FRACTION_BITS, MASS_BITS, POWER_OF_TWO
-from onlinesoftmax.sampling.noise import gumbel
 from onlinesoftmax.sampling.philox import philox
 
 Tensor = torch.Tensor
@@ -55,9 +55,9 @@ def test_philox_gives_the_words_of_its_authors() -> None:
 
 
 def test_noise_depends_on_seed_offset_and_token_and_is_gumbels() -> None:
-    seed, offset = torch.tensor([1, 2, 1]), torch.tensor([0, 0, 2**40])
-    noise = gumbel(seed, offset, 50_001)
-    assert torch.equal(noise[:, :7], gumbel(seed, offset, 7))
+    seed, offset = torch.tensor([[1], [2], [1]]), torch.tensor([[0], [0], [2**40]])
+    noise = gumbel(FUNCTIONS, seed, offset, 50_001)
+    assert torch.equal(noise[:, :7], gumbel(FUNCTIONS, seed, offset, 7))
     assert (noise[0] != noise[1]).double().mean() > 0.999
     assert (noise[0] != noise[2]).double().mean() > 0.999
     assert torch.equal(noise * 2**24, (noise * 2**24).round())
@@ -250,7 +250,7 @@ def test_masses_are_those_of_their_definition(t: float) -> None:
     odd = [0.0, -0.0, 1e-40, -1e-40, 1 / rate, -1 / rate, -3e38, -8.800050466106768e-09, -3.172976192900023e-08]
     x[0, : len(odd)] = torch.tensor(odd)
     m = x.amax(1, keepdim=True).double()
-    found = masses_of(x, m, torch.tensor([[t]], dtype=torch.float64))[0]
+    found = masses_of(FUNCTIONS, x, m, torch.tensor([[t]], dtype=torch.float64))[0]
     assert found.tolist() == [exact_mass(float(z), float(m), rate) for z in x[0]]
     # 2e-7 of the polynomial, one unit, and the power of 2 that both sides leave out.
     exact = ((x[0].double() - m) * rate).exp2() * 2.0 ** float(m * rate - (m * rate).floor() + MASS_BITS)
@@ -262,8 +262,10 @@ def test_masses_are_those_of_their_definition(t: float) -> None:
 def test_masses_of_infinite_scores() -> None:
     one = torch.ones(1, 1, dtype=torch.float64)
     x = torch.tensor([[math.inf, 1.0, -math.inf, math.inf]])
-    assert masses_of(x, one * math.inf, one).tolist() == [[1 << MASS_BITS, 0, 0, 1 << MASS_BITS]]
-    assert masses_of(torch.tensor([[-math.inf, math.nan, 0.0]]), one * 0, one).tolist() == [[0, 0, 1 << MASS_BITS]]
+    assert masses_of(FUNCTIONS, x, one * math.inf, one).tolist() == [[1 << MASS_BITS, 0, 0, 1 << MASS_BITS]]
+    assert masses_of(FUNCTIONS, torch.tensor([[-math.inf, math.nan, 0.0]]), one * 0, one).tolist() == [
+        [0, 0, 1 << MASS_BITS]
+    ]
 
 
 def test_float64_statistics_have_float64_accuracy() -> None:

@@ -19,13 +19,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..core.arrays import Array
 from ..sampling import formulas
+from ..sampling.keys import Keys, ordered, turned
 from . import array_types, custom_op
 
 
+def order_of(scores: Array, filtered: bool = False) -> Keys:
+    """The order of scores (..., tokens)."""
+    return Keys(FUNCTIONS, ordered(jnp, scores), _largest, _fold)
+
+
 def _largest(keys: Array, k: int) -> Array:
-    """The largest, as `Functions.largest`.  On a CPU, XLA sorts whole rows of integers, but not those of float32."""
+    # On a CPU, XLA sorts whole rows of integers, but not those of float32.
     dtype = jnp.float32 if keys.dtype == jnp.int32 else jnp.float64
-    return jax.lax.top_k(jax.lax.bitcast_convert_type(formulas.turned(FUNCTIONS, keys), dtype), k)[1]
+    return jax.lax.top_k(jax.lax.bitcast_convert_type(turned(jnp, keys), dtype), k)[1]
 
 
 def _fold(step: Callable[[Array, Array], Array], start: Array, values: Array) -> Array:
@@ -33,7 +39,14 @@ def _fold(step: Callable[[Array, Array], Array], start: Array, values: Array) ->
 
 
 # Hazard: XLA fuses a product of float32 numbers with an addition, and may leave out a pair of conversions.
-FUNCTIONS = formulas.Functions(jnp, lambda t: jax.lax.reduce_precision(t, 8, 23), _largest, _fold)
+FUNCTIONS = formulas.Functions(
+    jnp,
+    cast=lambda t, dtype: t.astype(dtype),
+    float32=lambda t: jax.lax.reduce_precision(t, 8, 23),
+    take=lambda t, places, axis: jnp.take_along_axis(t, places, axis),
+    arange=lambda first, end, _: jnp.arange(first, end),
+    order=order_of,
+)
 """JAX's functions for the formulas."""
 
 

@@ -15,17 +15,12 @@ from ..core.arrays import Array, namespace, quiet
 from ..routing import formulas, rules, selection
 from ..routing.results import Routed
 from ..routing.rules import Call, Rule, check_arrays, sizes_of
-from ..sampling.formulas import ordered
 from .arguments import NUMPY
-from .sampling import FUNCTIONS
+from .sampling import order_of
 
 
 def _power_of_two(n: Array) -> Array:
     return (np.nan_to_num(n).astype(np.int32) + 127 << 23).view(np.float32)
-
-
-def _largest(keys: Array, k: int) -> Array:
-    return FUNCTIONS.largest(ordered(FUNCTIONS, keys), k)
 
 
 def _take(t: Array, places: Array) -> Array:
@@ -35,7 +30,7 @@ def _take(t: Array, places: Array) -> Array:
 CHOOSING = selection.Functions(
     namespace(np.zeros(1)), exact=lambda t: t, rounded=lambda t: t, double=lambda t: t.astype(np.float64),
     single=lambda t: t.astype(np.float32, copy=False), bounded=np.clip, power_of_two=_power_of_two, sqrt=np.sqrt,
-    log1p=np.log1p, largest=_largest, sorted=lambda t: np.sort(t, -1), take=_take,
+    log1p=np.log1p, largest=lambda keys, k: order_of(keys).largest(k), sorted=lambda t: np.sort(t, -1), take=_take,
 )  # fmt: skip
 """NumPy's functions for the choice of experts."""
 

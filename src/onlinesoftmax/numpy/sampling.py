@@ -15,6 +15,7 @@ import numpy as np
 from ..core.arrays import Array, broadcasts, quiet
 from ..core.task import ANY
 from ..sampling import formulas, rules
+from ..sampling.keys import Keys, ordered
 from ..sampling.results import Sampled, Support, TopLogprobs, Verified
 from ..sampling.rules import LARGEST_INT64, Logits, Parameters, checked_choice, checked_count, checked_target
 from .arguments import NUMPY
@@ -28,12 +29,24 @@ __all__ = [
 
 checked_drafts = rules.checked_drafts
 
+
+def order_of(scores: Array, filtered: bool = False) -> Keys:
+    """The order of scores (rows, tokens)."""
+    return Keys(FUNCTIONS, ordered(np, scores), _largest, lambda step, start, values: reduce(step, values, start))
+
+
+def _largest(keys: Array, k: int) -> Array:
+    # The complement turns the order, and overflows for no integer.
+    return np.argsort(~keys, -1, kind="stable")[..., :k]
+
+
 FUNCTIONS = formulas.Functions(
     np,
+    cast=lambda t, dtype: t.astype(dtype, copy=False),
     float32=lambda t: t.astype(np.float32).astype(np.float64),
-    # The complement turns the order, and overflows for no integer.
-    largest=lambda keys, k: np.argsort(~keys, -1, kind="stable")[..., :k],
-    fold=lambda step, start, values: reduce(step, values, start),
+    take=np.take_along_axis,
+    arange=lambda first, end, _: np.arange(first, end),
+    order=order_of,
 )
 """NumPy's functions for the formulas."""
 
@@ -115,8 +128,8 @@ def _support(kept: Array, most: int) -> Support:
 def topk_logprobs(logits: Logits, k: int, target: Array | None) -> TopLogprobs:
     """The k largest scores of each row; the arguments are those of `topk_logprobs` in sampling/run.py."""
     x, dim, rows, scores = logits.x, logits.dim, logits.rows, _scores(logits)
-    keys = formulas.ordered(FUNCTIONS, scores)
-    columns = FUNCTIONS.largest(keys, k)
+    order = order_of(scores)
+    columns = order.largest(k)
 
     def in_place(t: Array) -> Array:
         return np.moveaxis(t.reshape(*rows, k), -1, dim)
@@ -125,7 +138,7 @@ def topk_logprobs(logits: Logits, k: int, target: Array | None) -> TopLogprobs:
     wanted = indices
     if target is not None:
         tokens = np.asarray(target).astype(np.int64)
-        rank = formulas.rank_of(FUNCTIONS, keys, tokens.reshape(-1, 1)).reshape(rows)
+        rank = order.rank_of(tokens.reshape(-1, 1)).reshape(rows)
         wanted = np.concatenate([indices, np.expand_dims(tokens, dim)], dim)
     found = run_tokens(x, wanted, dim, logits.options, False, ANY)
     *logprobs, own = (found.logprob, None) if target is None else np.split(found.logprob, [k], dim)

@@ -4,9 +4,8 @@
     topk_logprobs    the k largest scores of each row with their log-probabilities, and the rank of a target
     verify           which drafted tokens stay in speculative decoding, and the token that follows them
 
-For torch tensors, order.py says which of equal scores is the larger, distribution.py what is kept, noise.py which token
-the noise prefers, verification.py which draft stays; run.py puts them together.  formulas.py has all of it for NumPy
-arrays and for JAX.
+formulas.py says what is kept and which token the noise prefers, verification.py which draft stays, for torch, NumPy and
+JAX.  eager.py and order.py have PyTorch's functions for them, and run.py chooses between these and a kernel.
 """
 
 from __future__ import annotations

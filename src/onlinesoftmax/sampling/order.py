@@ -7,6 +7,7 @@ import torch
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.gradients import is_traced
+from .keys import ordered
 
 Tensor = torch.Tensor
 
@@ -28,7 +29,7 @@ def largest(z: Tensor, k: int) -> Tensor:
     if z.dtype == torch.float64 or columns > _LOW or k == columns:
         return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
     # torch.topk promises no order of equal numbers.  A score and its column in one integer are never equal to others.
-    keys = (ordered(z.float()).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
+    keys = (ordered(torch, z.float()).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
     return _LOW - (keys.topk(k, -1).values & _LOW)
 
 
@@ -64,23 +65,6 @@ def _largest_on_cpu(z: Tensor, k: int) -> Tensor:
         columns[tied.nonzero().squeeze(1)[row[fits]], place[fits]] = column[fits]
     found[rows] = columns
     return found
-
-
-def ordered(z: Tensor) -> Tensor:
-    """Integers in the order of the scores, int32 for float32 and int64 for float64: 0 equals -0, NaN is above all."""
-    bits = torch.int64 if z.dtype == torch.float64 else torch.int32
-    return _turned((z + 0.0).masked_fill(z.isnan(), torch.nan).view(bits))
-
-
-def scores_in_order(keys: Tensor) -> Tensor:
-    """The scores whose `ordered` integers these are."""
-    return _turned(keys).view(torch.float64 if keys.dtype == torch.int64 else torch.float32)
-
-
-def _turned(bits: Tensor) -> Tensor:
-    """The bits of a negative number grow with its magnitude: all but the sign turned.  Its own inverse."""
-    limits = torch.iinfo(bits.dtype)
-    return bits ^ (bits >> limits.bits - 1 & limits.max)
 
 
 def rank_of(z: Tensor, target: Tensor) -> Tensor:

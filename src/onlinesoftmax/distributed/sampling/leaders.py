@@ -8,7 +8,8 @@ import torch
 
 from ...core.processes import gathered
 from ...sampling.arguments import LARGEST_INT64, Logits
-from ...sampling.distribution import below
+from ...sampling.eager import FUNCTIONS
+from ...sampling.formulas import below
 from ...sampling.order import largest
 from ..shards import Shards
 from .thresholds import Candidates
@@ -65,7 +66,7 @@ class Leaders(NamedTuple):
         """All scores from the least on that a process sent, for the threshold of top_k."""
         scores = torch.cat([self.scores, self.last], 1)
         counts = torch.cat([torch.ones_like(self.tokens), self.hidden], 1)
-        counts = counts.where(below(scores, self.scores[:, :1].double()) > -torch.inf, 0)
+        counts = counts.where(below(FUNCTIONS, scores, self.scores[:, :1].double()) > -torch.inf, 0)
         order = largest(scores, scores.shape[1])
         return Candidates(scores.gather(1, order), counts.gather(1, order))
 

@@ -10,7 +10,6 @@ Every process merges the same numbers, and so gets the same results.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -25,18 +24,17 @@ from ...sampling.arguments import (
     checked_parameters,
     checked_seeds,
 )
-from ...sampling.distribution import (
+from ...sampling.eager import FUNCTIONS, support_of
+from ...sampling.formulas import (
     Distribution,
     below,
     constants_of,
+    gumbel,
     log_of,
-    log_sum_of,
     masses_of,
-    reaches_min_p,
-    sampled_of,
-    support_of,
+    reaching_min_p,
+    results_of,
 )
-from ...sampling.noise import gumbel
 from ...sampling.results import Sampled
 from ...sampling.rules import Parameters
 from .leaders import PIECE, Slice, Team, leaders_of, slice_of
@@ -52,7 +50,7 @@ class Filter(NamedTuple):
     """The filters of rows, and constants of the rows, (rows, 1).
 
     Attributes:
-        given: The parameters.
+        given: The parameters, (rows, 1).
         m: Largest score, float64.
         temperature, greedy, valid: As `constants_of` returns them.
         best: Token with the largest score.
@@ -69,11 +67,11 @@ class Filter(NamedTuple):
 
     def kept(self, scores: Tensor, tokens: Tensor, before: Tensor | int) -> Tensor:
         """True for the tokens that can be sampled; `before` as for `Threshold.kept`."""
-        z = below(scores, self.m)
+        z = below(FUNCTIONS, scores, self.m)
         kept = z > -torch.inf
         if self.threshold is not None:
             kept = self.threshold.kept(scores, kept.long(), before) > 0
-        kept = kept & reaches_min_p(z, self.temperature, self.given)
+        kept = reaching_min_p(FUNCTIONS, kept, z, self.temperature, self.given)
         return torch.where(self.greedy, tokens == self.best, kept)
 
 
@@ -108,8 +106,8 @@ def sample(logits: Logits, arguments: Mapping[str, Any], team: Team) -> Sampled:
     step = max(PIECE * math.prod(group.size() for group in groups) // logits.tokens, 1)
     for start in range(0, max(len(seed), 1), step):
         part = slice(start, start + step)
-        of_part = here._replace(scores=here.scores[part]), given.map(operator.itemgetter(part))
-        pieces.append(_sample(*of_part, (seed[part], offset[part]), few, raw, (top, most)))
+        of_part = here._replace(scores=here.scores[part]), given.map(lambda t: t[part, None])  # noqa: B023  # called at once
+        pieces.append(_sample(*of_part, (seed[part, None], offset[part, None]), few, raw, (top, most)))
     whole: list[Any] = [None if parts[0] is None else torch.cat(parts) for parts in zip(*pieces, strict=True)]
     *found, tokens = whole
     of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in found]
@@ -123,8 +121,8 @@ def _sample(
 
     Args:
         here: The local tokens.
-        given: Parameters.
-        noise: Seed and offset of each row.
+        given: Parameters, (rows, 1).
+        noise: Seed and offset of each row, (rows, 1).
         few: top_k of all rows if it is one number, and not more than MOST_CANDIDATES; else None.
         raw: True for log-probabilities of the scores as they are, without temperature and filters.
         listed: Number of the largest log-probabilities, and most tokens of a row in the support.
@@ -132,7 +130,7 @@ def _sample(
     top, most = listed
     leaders = leaders_of(here, max(top, most, few or 1))
     m, best = leaders.scores[:, :1].double(), leaders.tokens[:, :1]
-    filters = Filter(given, m, *constants_of(m, given), best, None)
+    filters = Filter(given, m, *constants_of(FUNCTIONS, m, given), best, None)
     threshold: Threshold | None = None
     before: Tensor | int = 0
     if few is not None:
@@ -140,7 +138,7 @@ def _sample(
         equal = leaders.scores == threshold.score
         before = (equal & (leaders.tokens < here.first)).sum(1, keepdim=True)
     elif given.top_k is not None or given.top_p is not None:
-        rows = Slices(here.scores, (below(here.scores, m) > -torch.inf).long(), here.groups)
+        rows = Slices(here.scores, (below(FUNCTIONS, here.scores, m) > -torch.inf).long(), here.groups)
         threshold = threshold_of(rows, given, m, filters.temperature)
         before = rows.before(threshold.score) if given.first else 0
     filters = filters._replace(threshold=threshold)
@@ -151,12 +149,9 @@ def _sample(
     temperature = filters.temperature
     if raw:
         named, temperature = torch.ones_like(named), torch.ones_like(temperature)
-    found = Distribution(
-        torch.cat([token, tokens], 1), torch.cat([z, below(scores, m)], 1), named, m, temperature, log_sum,
-        filters.valid,
-    )  # fmt: skip
-    columns = torch.arange(1 + top, device=m.device).expand(len(m), 1 + top)
-    return *sampled_of(found, columns, kept, scores.dtype)[:7], leaders.tokens[:, :most]
+    z, tokens = torch.cat([z, below(FUNCTIONS, scores, m)], 1), torch.cat([token, tokens], 1)
+    found = Distribution(z, named, m, temperature, log_sum, filters.valid)
+    return *results_of(FUNCTIONS, found, tokens, kept, scores.dtype), leaders.tokens[:, :most]
 
 
 def _winner(
@@ -166,15 +161,15 @@ def _winner(
     tokens, and the logarithm of the sum of exp(z / temperature) that log-probabilities refer to.
     """
     scores, temperature, wide = here.scores, filters.temperature, here.scores.dtype == torch.float64
-    z, kept = below(scores, filters.m), filters.kept(scores, here.tokens, before)
-    keys = z + temperature * gumbel(*noise, scores.shape[1], first=here.first)
+    z, kept = below(FUNCTIONS, scores, filters.m), filters.kept(scores, here.tokens, before)
+    keys = z + temperature * gumbel(FUNCTIONS, *noise, scores.shape[1], first=here.first)
     keys = keys.masked_fill(~kept, -torch.inf)
     at = keys.argmax(1, keepdim=True)
     divisor, summed = (torch.ones_like(temperature), z > -torch.inf) if raw else (temperature, kept)
     if wide:
-        total = log_sum_of(z / divisor, summed).view(torch.int64)
+        total = FUNCTIONS.order(scores, False).log_sum(z / divisor, summed).view(torch.int64)
     else:
-        total = masses_of(scores, filters.m, divisor).where(summed, 0).sum(1, keepdim=True)
+        total = masses_of(FUNCTIONS, scores, filters.m, divisor).where(summed, 0).sum(1, keepdim=True)
     best = [t.gather(1, at).view(torch.int64) for t in (keys, z)]
     sent = torch.cat([*best, here.tokens[at], kept.sum(1, keepdim=True), total], 1)
     keys, z, tokens, numbers, totals = gathered(sent, *here.groups).permute(2, 1, 0)
@@ -183,5 +178,7 @@ def _winner(
     if wide:
         log_sum = totals.view(torch.float64).logsumexp(1, keepdim=True)
     else:
-        log_sum = log_of(totals.sum(1, keepdim=True), masses_of(filters.m.to(scores.dtype), filters.m, divisor))
+        log_sum = log_of(
+            FUNCTIONS, totals.sum(1, keepdim=True), masses_of(FUNCTIONS, filters.m.to(scores.dtype), filters.m, divisor)
+        )
     return tokens.gather(1, at), z.gather(1, at), numbers.sum(1, keepdim=True), log_sum

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.processes import gathered, start_adding
-from ...sampling.distribution import mass_of, masses_of, number_of
-from ...sampling.order import ordered, scores_in_order
+from ...sampling.eager import FUNCTIONS
+from ...sampling.formulas import mass_of, masses_of, number_of
+from ...sampling.keys import ordered, turned
 from ...sampling.rules import Parameters
 
 Tensor = torch.Tensor
@@ -104,7 +105,7 @@ class Slices(NamedTuple):
 
     def reached(self, weights: Tensor, goal_of: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Find what `Candidates.reached` returns, by an exchange of bins for each digit of the scores."""
-        keys = ordered(self.scores)
+        keys = ordered(torch, self.scores)
         shift = torch.iinfo(keys.dtype).bits
         # The bins are those of the numbers key >> shift from `least` on, which is negative at first.
         least, goal = torch.full((len(keys), 1), -BINS // 2, device=keys.device), None
@@ -121,7 +122,7 @@ class Slices(NamedTuple):
             goal = goal - torch.where(at > 0, sums.gather(1, (at - 1).clamp(min=0)), 0)
             least = (least + (1 << width) - 1 - at) << min(DIGIT_BITS, shift)
         assert goal is not None
-        return scores_in_order(least.to(keys.dtype)), goal
+        return turned(torch, least.to(keys.dtype)).view(self.scores.dtype), goal
 
     def before(self, score: Tensor) -> Tensor:
         """Count the tokens with this score that have lower ids, by an exchange of the number on each process."""
@@ -137,7 +138,7 @@ def threshold_of(rows: Candidates | Slices, given: Parameters, m: Tensor, temper
 
     Args:
         rows: The tokens.
-        given: Parameters, with top_k, top_p or both.
+        given: Parameters (rows, 1), with top_k, top_p or both.
         m, temperature: Largest score and temperature of each row, (rows, 1) float64.
     """
     scores, counts = rows.scores, rows.counts
@@ -145,17 +146,17 @@ def threshold_of(rows: Candidates | Slices, given: Parameters, m: Tensor, temper
         scores.new_full((len(scores), 1), -torch.inf), torch.zeros_like(m).long() if given.first else None
     )
     if given.top_k is not None:
-        score, left = rows.reached(counts, partial(number_of, given.top_k))
+        score, left = rows.reached(counts, partial(number_of, FUNCTIONS, given.top_k))
         found = Threshold(score, left if given.first else None)
     if given.top_p is None:
         return found
     if given.top_k is not None:
         counts = found.kept(scores, counts, rows.before(found.score) if given.first else 0)
-    masses = masses_of(scores, m, temperature) * counts
-    score, left = rows.reached(masses, partial(mass_of, given.top_p))
-    limits = given.top_p.unsqueeze(1) < 1
+    masses = masses_of(FUNCTIONS, scores, m, temperature) * counts
+    score, left = rows.reached(masses, partial(mass_of, FUNCTIONS, given.top_p))
+    limits = given.top_p < 1
     ties = None
     if found.ties is not None:
-        each = masses_of(score, m, temperature).clamp(min=1)
+        each = masses_of(FUNCTIONS, score, m, temperature).clamp(min=1)
         ties = torch.where(limits, (left + each - 1) // each, found.ties)
     return Threshold(torch.where(limits, score, found.score), ties)

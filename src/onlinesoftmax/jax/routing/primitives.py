@@ -28,7 +28,6 @@ from jax.interpreters import ad
 from ...core.arrays import Array, namespace
 from ...routing import formulas, selection
 from ...routing.rules import Rule, sizes_of
-from ...sampling.formulas import ordered
 from .. import array_types, kernel_or_formula, partitioning, wide
 from ..signature import Values
 from . import kernels
@@ -72,7 +71,7 @@ def _choosing() -> selection.Functions:
         power_of_two=lambda n: (jnp.nan_to_num(n).astype(jnp.int64) + 1023 << 52).view(jnp.float64),
         sqrt=jnp.sqrt,
         log1p=jnp.log1p,
-        largest=lambda keys, k: wide.FUNCTIONS.largest(ordered(wide.FUNCTIONS, keys), k),
+        largest=lambda keys, k: wide.order_of(keys).largest(k),
         sorted=lambda t: jnp.sort(t, -1),
         take=_take,
     )

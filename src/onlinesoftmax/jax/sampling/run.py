@@ -24,7 +24,7 @@ from .. import array_types, autograd, custom_op, kernel_or_formula, wide
 from ..eager import logsumexp_of, scores, scores_at
 from ..prepare import Rows
 from ..signature import Signature, Values
-from ..wide import FUNCTIONS
+from ..wide import FUNCTIONS, order_of
 from . import kernels
 from .arguments import Words
 
@@ -88,8 +88,8 @@ def _verify(call: Call, operands: Values) -> list[Array]:
 def _topk(call: Call, operands: Values) -> list[Array]:
     """Values, columns, log-probabilities and lse; then log-probability and rank of the target, if one is given."""
     z, target = _wide(operands["x"]), operands.get("target")
-    keys = formulas.ordered(FUNCTIONS, z)
-    columns = FUNCTIONS.largest(keys, call.top)
+    order = order_of(z)
+    columns = order.largest(call.top)
     states = custom_op.run_eager(Signature("logsumexp", ("m", "l")), {"x": z})
     m, l = (states[name][..., None] for name in ("m", "l"))
 
@@ -100,7 +100,7 @@ def _topk(call: Call, operands: Values) -> list[Array]:
     found = [values, columns, logprob(values), logsumexp_of(m, l)[..., 0]]
     if target is None:
         return found
-    rank = formulas.rank_of(FUNCTIONS, keys, target)
+    rank = order.rank_of(target)
     own = logprob(jnp.take_along_axis(z, jnp.where(rank[..., None] > 0, target, 0), -1))[..., 0]
     return [*found, jnp.where(rank > 0, own, jnp.nan), rank]
 

@@ -1,4 +1,4 @@
-// The noise of a token, as noise.py makes it, and the token with the largest key.
+// The noise of a token, as formulas.py makes it, and the token with the largest key.
 
 // A product as its two halves: in this form, the compiler multiplies once and moves nothing.
 __device__ inline void multiply(unsigned& low, unsigned& high, unsigned a, unsigned b) {

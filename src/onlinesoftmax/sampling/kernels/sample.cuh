@@ -6,7 +6,7 @@
 //             memory, and once more for raw log-probabilities, or where the rivals do not suffice.
 // Limits:     rows of adjacent float32 or 16-bit logits, without score options; at most 2^23 - 1 tokens (masses.py).
 //
-// The kept tokens are those of distribution.py, bit for bit: masses are whole numbers (masses.py), so that the order of
+// The kept tokens are those of formulas.py, bit for bit: masses are whole numbers (masses.py), so that the order of
 // additions, and the cut of a row, do not matter.
 //
 // A list holds the tokens that top_k keeps, and those of the largest log-probabilities (candidates.cuh, choose.cuh).  Of

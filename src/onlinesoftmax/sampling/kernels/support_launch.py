@@ -11,7 +11,7 @@ import torch
 from ...kernels.cuda.launch import launcher
 from ...torch.fast_path import MOST_ENTRIES
 from ...torch.prepare import allocator
-from ..distribution import support_of
+from ..eager import support_of
 from ..results import Sampled, Support
 from .source import MOST_TOP
 from .support import KERNEL, MOST_ROWS, Shape

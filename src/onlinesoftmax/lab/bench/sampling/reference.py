@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ....sampling.noise import gumbel, uniform
+from ....sampling.eager import FUNCTIONS
+from ....sampling.formulas import gumbel, uniform
 from ....sampling.philox import ACCEPT, CORRECT
 from ....sampling.verification import keys_of_next, number_accepted, row_of
 from .cases import SAMPLE, TokenCase
@@ -88,7 +89,9 @@ def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) ->
     elif bad := int((found.kept != 1).sum()):
         return f"{bad} of {len(z)} greedy rows keep another number of tokens than 1", torch.inf
     kept = z >= least
-    keys = (z if greedy else z + gumbel(seed, torch.zeros_like(seed), z.shape[1])).masked_fill(~kept, -torch.inf)
+    keys = (
+        z if greedy else z + gumbel(FUNCTIONS, seed[:, None], torch.zeros_like(seed)[:, None], z.shape[1])
+    ).masked_fill(~kept, -torch.inf)
     columns = torch.arange(z.shape[1], device=z.device)
     exact = columns.where(keys == keys.amax(1, keepdim=True), z.shape[1]).amin(1)
     if bad := int(((token != exact) | (not greedy and found.kept != kept.sum(1))).sum()):
@@ -150,12 +153,13 @@ def _exact_drafts(p: Any, q: Any, target: Any, drafts: Any, seed: Any) -> tuple[
     (rows, n), tokens = drafts.shape, p.shape[-1]
     position, row = (torch.arange(count, device=drafts.device) for count in (n + 1, rows))
     of_p, of_q = (each[:, :n].gather(-1, drafts.unsqueeze(-1))[..., 0] for each in (p, q))
-    chance = uniform(seed.repeat_interleave(n), position[:n].repeat(rows), 1, ACCEPT).view(rows, n)
+    seed, of_drafts = seed.view(rows, 1), position[:n, None].expand(rows, n, 1)
+    chance = uniform(FUNCTIONS, seed.unsqueeze(1), of_drafts, 1, ACCEPT)[..., 0]
     accepted = number_accepted(torch.ones_like(drafts, dtype=torch.bool), of_p, of_q, chance)
     at = accepted[:, 0]
     here, scores = p[row, at], target[row, at].double()
-    keys = (scores + gumbel(seed, at, tokens)).masked_fill(here == 0, -torch.inf)
-    noise = gumbel(seed, at, tokens, CORRECT)
+    keys = (scores + gumbel(FUNCTIONS, seed, accepted, tokens)).masked_fill(here == 0, -torch.inf)
+    noise = gumbel(FUNCTIONS, seed, accepted, tokens, CORRECT)
     last = keys_of_next(torch, here, q[row, at.clamp(max=n - 1)], accepted < n, noise, keys).argmax(1, keepdim=True)
     return accepted, *row_of(torch, position, accepted, drafts, of_p, last, here.gather(1, last))
 
