@@ -157,7 +157,7 @@ def sample(rows: Rows, given: Parameters, seed: Any, offset: Any, raw: bool, top
     """
     operands = {"x": _scores(rows.options, rows.x, rows.arrays), **given.tensors(), "seed": seed, "offset": offset}
     found = _bind(_SAMPLE, operands, first=given.first, raw=raw, top=top, most=most)
-    tops: list[Any] = [rows.back_of_row(t) for t in found[5:7]] if top else [None, None]
+    tops: list[Any] = found[5:7] if top else [None, None]
     return Sampled(*[*found[:5], *tops, _support(found[-1], found[3]) if most else None])
 
 
