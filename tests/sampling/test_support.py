@@ -145,8 +145,10 @@ def test_rows_without_a_distribution_and_targets_without_a_logprob() -> None:
         assert np.allclose(a, b.detach().numpy(), rtol=1e-6, atol=1e-6, equal_nan=True)
     empty = osm.token_logprobs(torch.zeros(0, 4), index[:0], support=(index[:0], torch.zeros(1, dtype=torch.int64)))
     assert empty.logprob.shape == (0,)
-    for x, kept in ((z, (index[:0], torch.zeros(7, dtype=torch.int64))), (z[:, :0], support)):
-        assert osm.token_logprobs(x, index, support=kept).logprob.isnan().all()
+    assert osm.token_logprobs(z[:, :0], index, support=support).logprob.isnan().all()
+    # No row of the support has a token, and it has no places.
+    found = osm.token_logprobs(z, index, support=(index[:0], torch.zeros(7, dtype=torch.int64)))
+    assert all(t.isnan().all() for t in found[:2])
     # A dtype that does not hold the number of tokens, and has an index that is none.
     wide, narrow = torch.zeros(3, 300), torch.tensor([5, -1, 7], dtype=torch.int8)
     kept = torch.tensor([5, 299, 5, 299, 5, 299]), torch.tensor([0, 2, 4, 6])

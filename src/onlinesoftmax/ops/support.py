@@ -64,6 +64,9 @@ def checked_support(library: Library, caller: str, x: Array, axis: int, support:
             f"{caller}: support's token_ids must have as many places for each of the {rows} rows, "
             f"got {token_ids.shape[0]}; fill up with -1"
         )
+    if not token_ids.shape[0]:
+        # No row has a token.  With one unused place, the entropy of a row is NaN; that of no columns would be 0.
+        token_ids = offsets[1:] * 0 - 1
     # A row without tokens has no place, as nothing can be gathered.
     return token_ids, offsets, token_ids.shape[0] // max(rows, 1) if x.shape[axis] else 0
 
