@@ -147,6 +147,8 @@ WRONG_NAMES = [
     ("route", (X,), {"top_k": 2}, "pass k=$"),
     ("linear_token_loss", (HIDDEN, HEAD, TARGET, max), {"support": X}, "linear_token_logprobs takes support$"),
     ("linear_cross_entropy", (HIDDEN, HEAD, TARGET), {"mask": X}, "'mask': it takes input, linear_weight, target, "),
+    ("topk_logprobs", (X, 2), {"largest": True}, "'largest': it takes logits, k, target, "),
+    ("topk_logprobs", (X, 2), {"logit_bias": X}, "'logit_bias': it takes logits, k, target, "),
     ("explain", ((3, 4),), {"gpu": "h200"}, "'gpu': pass device=$"),
     ("override", (), {"linaer": True}, "pass linear=$"),
 ]  # fmt: skip

@@ -135,10 +135,11 @@ and takes (logprob, entropy, lse)
         ) from None
 
 
-def meant(wrong: str, names: Iterable[str], cutoff: float = 0.75) -> str | None:
+def meant(wrong: str, names: Iterable[str], cutoff: float = 0.78) -> str | None:
     """The name that was meant by a wrong one, of those that there are; None where none is alike.
 
-    A name of no group in ALIKE is alike from the similarity `cutoff` of difflib on.
+    A name of no group in ALIKE is alike from the similarity `cutoff` of difflib on.  The default keeps the names of
+    other arguments apart, as "largest" and "target" with 0.77.
 
     >>> meant("gpu", ("dtype", "device")), meant("topp", ("top_k", "top_p")), meant("temperature", ("scale",))
     ('device', 'top_p', 'scale')
@@ -146,7 +147,8 @@ def meant(wrong: str, names: Iterable[str], cutoff: float = 0.75) -> str | None:
     plain = {name.replace("_", ""): name for name in names}
     alike = next((group for group in ALIKE if wrong.lower() in group), ())
     found = plain.get(wrong.replace("_", "").lower()) or next((name for name in alike if name in plain.values()), None)
-    return found or next(iter(get_close_matches(wrong, plain.values(), 1, cutoff)), None)
+    # A known argument that is missing here is not a misspelling.
+    return found or (None if alike else next(iter(get_close_matches(wrong, plain.values(), 1, cutoff)), None))
 
 
 def unknown(what: str, name: Any, known: Iterable[str]) -> str:
