@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import onlinesoftmax as osm
 from pairs import rest_exhaustive
@@ -77,6 +78,13 @@ def test_greedy_rows_keep_what_the_target_would_write() -> None:
         assert found.accepted.tolist() == [2, 1, 0]
         assert found.tokens.tolist() == [[1, 0, 2], [1, 0, -1], [1, -1, -1]]
         assert not found.logprobs.any()
+
+
+def test_a_trace_without_filters_moves_no_tokens() -> None:
+    """A scatter of tokens to the places where they are made Inductor of PyTorch 2.13 fail with a KeyError on a CPU."""
+    given = torch.randn(2, 3, 9), torch.randint(9, (2, 2)), torch.randn(2, 2, 9)
+    traced = make_fx(lambda *a: osm.verify(*a, seed=1).tokens)(*given)
+    assert "scatter" not in traced.code
 
 
 def test_rows_without_drafts_are_sampled() -> None:
