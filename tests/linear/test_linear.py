@@ -161,7 +161,8 @@ def test_a_module_holds_the_head_as_pytorch_does() -> None:
     if hasattr(torch.nn, "LinearCrossEntropyLoss"):
         theirs = torch.nn.LinearCrossEntropyLoss(7, 40, bias=True, weight=torch.ones(40, dtype=torch.float64))
         theirs.load_state_dict(module.state_dict())
-    mistakes: tuple[dict[str, Any], ...] = ({"weight": torch.ones(3)}, {"scale": torch.ones(())}, {"softcap": -1.0})
+    ones = torch.ones(3)
+    mistakes: list[dict[str, Any]] = [{"weight": ones}, {"weight": 1.0}, {"scale": ones[0]}, {"softcap": -1.0}]
     for wrong in mistakes:
         with pytest.raises((RuntimeError, TypeError, ValueError), match="LinearCrossEntropyLoss"):
             osm.nn.LinearCrossEntropyLoss(7, 40, **wrong)

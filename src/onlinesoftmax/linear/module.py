@@ -10,6 +10,7 @@ from torch.nn.modules.loss import _WeightedLoss
 from ..core.annotations import Reduction
 from ..core.options import checked_options
 from ..core.wrong_calls import hinting
+from ..torch.arguments import TORCH
 from . import linear_cross_entropy
 
 
@@ -65,10 +66,12 @@ class LinearCrossEntropyLoss(_WeightedLoss):
         ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0,
         softcap: float | None = None, memory: int | None = None, acc_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        if weight is not None and weight.shape != (num_classes,):
-            raise RuntimeError(
-                f"LinearCrossEntropyLoss(): weight must have shape ({num_classes},), got {tuple(weight.shape)}"
-            )
+        if weight is not None:
+            TORCH.check_array("LinearCrossEntropyLoss()", "weight", weight)
+            if weight.shape != (num_classes,):
+                raise RuntimeError(
+                    f"LinearCrossEntropyLoss(): weight must have shape ({num_classes},), got {tuple(weight.shape)}"
+                )
         if isinstance(scale, torch.Tensor):
             raise TypeError("LinearCrossEntropyLoss(): scale must be a number; pass a tensor to linear_cross_entropy")
         checked_options("LinearCrossEntropyLoss", scale, softcap, None, None, False, "nan")
