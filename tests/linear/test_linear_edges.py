@@ -383,7 +383,7 @@ def test_a_loss_that_reads_a_parameter() -> None:
 
 def test_a_loss_that_returns_something_else() -> None:
     x, w, _, target = head()
-    for wrong in (lambda *_: 1.0, lambda logprob, *_: logprob.sum()):
+    for wrong in (lambda *_: 1.0, lambda logprob, *_: logprob.sum(), lambda logprob, *_: logprob * 1j):
         with pytest.raises(ValueError, match="loss must return one number for each token"):
             osm.linear_token_loss(x, w, target, wrong)
     with pytest.raises(TypeError, match="'loss' must be a function"):

@@ -89,8 +89,8 @@ def checked_losses(name: str, y: Any, like: Tensor, *others: Tensor) -> Tensor:
 
     Where `others` are given, they and `like` are the only tensors that may require a gradient.
     """
-    if not isinstance(y, Tensor) or y.shape != like.shape:
-        got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+    if not isinstance(y, Tensor) or y.shape != like.shape or y.is_complex():
+        got = f"{tuple(y.shape)} {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
         raise ValueError(f"{name}(): loss must return one number for each token, {tuple(like.shape)}, got {got}")
     nodes, seen = [y.grad_fn] if others else [], set()
     while nodes:
