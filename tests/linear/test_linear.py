@@ -158,6 +158,8 @@ def test_a_module_holds_the_head_as_pytorch_does() -> None:
     weights = torch.rand(TOKENS, dtype=torch.float64, device=DEVICE)
     given: dict[str, Any] = {"reduction": "sum", "z_loss": 0.01, "weight": module.weight, "token_weight": weights}
     same_with_gradients(module(x, target, token_weight=weights), expected(x, w, bias, target, **given), [x, w, bias])
+    y, module.ignore_index = module(x, target), None
+    assert torch.equal(module(x, target), y)
     if hasattr(torch.nn, "LinearCrossEntropyLoss"):
         theirs = torch.nn.LinearCrossEntropyLoss(7, 40, bias=True, weight=torch.ones(40, dtype=torch.float64))
         theirs.load_state_dict(module.state_dict())

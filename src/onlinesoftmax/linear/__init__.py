@@ -27,10 +27,10 @@ __all__ = ["linear_cross_entropy", "linear_token_logprobs", "linear_token_loss"]
 
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    weight: Tensor | None = None, reduction: Reduction = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
-    z_loss: float = 0.0, scale: float | Tensor = 1.0, softcap: float | None = None, token_weight: Tensor | None = None,
-    dtype: torch.dtype | None = None, return_stats: bool = False, memory: int | None = None,
-    acc_dtype: torch.dtype | None = None,
+    weight: Tensor | None = None, reduction: Reduction = "mean", ignore_index: int | None = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float | Tensor = 1.0, softcap: float | None = None,
+    token_weight: Tensor | None = None, dtype: torch.dtype | None = None, return_stats: bool = False,
+    memory: int | None = None, acc_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """Cross-entropy of the logits input · linear_weightᵀ + linear_bias, in one call.
 
@@ -52,7 +52,7 @@ def linear_cross_entropy(
         linear_bias: Bias (classes,); -inf excludes a class, if there is no softcap and the scale is positive.
         weight: Factor of each class, (classes,), without a gradient.
         reduction: "mean" over the tokens that count (with `weight`, over their weights), "sum", or "none".
-        ignore_index: Target of tokens that count for nothing, whatever their input holds.
+        ignore_index: Target of tokens that count for nothing, whatever their input holds; None is -100, as in PyTorch.
         label_smoothing: Part of the target, from 0 to 1, that is spread over all classes.
         z_loss: Factor of lse², which is added to the loss of each token.
         scale: Factor of the logits, an inverse temperature: a number, or a tensor without a gradient, with one number
@@ -88,7 +88,7 @@ def linear_cross_entropy(
         tensor(0.2395)
     """
     run = _implementation(input, linear_weight)
-    numbers = reduction, ignore_index, label_smoothing, z_loss, scale, softcap
+    numbers = reduction, -100 if ignore_index is None else ignore_index, label_smoothing, z_loss, scale, softcap
     tensors = input, linear_weight, target, linear_bias
     return run.cross_entropy(tensors, numbers, weight, token_weight, dtype, return_stats, memory, acc_dtype)
 

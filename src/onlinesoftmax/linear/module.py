@@ -51,7 +51,7 @@ class LinearCrossEntropyLoss(_WeightedLoss):
     """
 
     # The defaults of the options that extra_repr leaves out.
-    ignore_index: int = -100
+    ignore_index: int | None = -100
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     scale: float = 1.0
@@ -63,7 +63,7 @@ class LinearCrossEntropyLoss(_WeightedLoss):
     def __init__(
         self, in_features: int, num_classes: int, *, bias: bool = False, device: Any = None,
         dtype: torch.dtype | None = None, reduction: Reduction = "mean", weight: torch.Tensor | None = None,
-        ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0,
+        ignore_index: int | None = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float = 1.0,
         softcap: float | None = None, memory: int | None = None, acc_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         if weight is not None:

@@ -145,11 +145,6 @@ def _why_linear_cross_entropy(arguments: Arguments, backend: str | None) -> str 
     return "torch.func or forward mode transforms it" if is_transformed() else None
 
 
-def _linear_cross_entropy(ignore_index: int | None = None, **arguments: Any) -> Any:
-    """Our function; PyTorch's has None as the usual index to ignore."""
-    return linear.linear_cross_entropy(**arguments, ignore_index=-100 if ignore_index is None else ignore_index)
-
-
 def _why_dims(dims: tuple[Any, ...]) -> str | None:
     for dim in dims:
         if dim is None:
@@ -267,7 +262,7 @@ REPLACEMENTS: dict[Callable[..., Any], Replacement] = {
 
 if hasattr(torch.nn.functional, "linear_cross_entropy"):  # since PyTorch 2.13
     REPLACEMENTS[torch.nn.functional.linear_cross_entropy] = Replacement(
-        "linear_cross_entropy", _LINEAR_LOSS, 3, _why_linear_cross_entropy, ("options",), _linear_cross_entropy
+        "linear_cross_entropy", _LINEAR_LOSS, 3, _why_linear_cross_entropy, ("options",), linear.linear_cross_entropy
     )
 
 NAMES = tuple(dict.fromkeys(replacement.name for replacement in REPLACEMENTS.values()))

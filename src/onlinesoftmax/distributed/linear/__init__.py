@@ -30,10 +30,10 @@ Tensor = torch.Tensor
 
 def linear_cross_entropy(
     input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
-    weight: Tensor | None = None, reduction: Reduction = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
-    group: Any = None, z_loss: float = 0.0, scale: float = 1.0, softcap: float | None = None,
-    token_weight: Tensor | None = None, dtype: torch.dtype | None = None, memory: int | None = None,
-    acc_dtype: torch.dtype | None = None, shards: Shards | None = None,
+    weight: Tensor | None = None, reduction: Reduction = "mean", ignore_index: int | None = -100,
+    label_smoothing: float = 0.0, group: Any = None, z_loss: float = 0.0, scale: float = 1.0,
+    softcap: float | None = None, token_weight: Tensor | None = None, dtype: torch.dtype | None = None,
+    memory: int | None = None, acc_dtype: torch.dtype | None = None, shards: Shards | None = None,
 ) -> Tensor:  # fmt: skip
     """Cross-entropy of the logits input · linear_weightᵀ + linear_bias, whose classes are sharded over processes.
 
@@ -69,8 +69,8 @@ def linear_cross_entropy(
     """
     tensors, name = (input, linear_weight, target, linear_bias), "linear_cross_entropy"
     numbers = {
-        "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing, "z_loss": z_loss,
-        "scale": scale, "softcap": softcap,
+        "reduction": reduction, "ignore_index": -100 if ignore_index is None else ignore_index,
+        "label_smoothing": label_smoothing, "z_loss": z_loss, "scale": scale, "softcap": softcap,
     }  # fmt: skip
     bounds = {"memory": memory, "acc_dtype": acc_dtype}
     more = {"weight": weight, "token_weight": token_weight, "dtype": dtype, **bounds}
