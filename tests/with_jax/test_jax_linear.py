@@ -185,6 +185,28 @@ def test_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_same(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.usefixtures("_float64")
+def test_factors_of_zero() -> None:
+    """A token of factor 0 may hold NaN in every plan; the mean over classes of weight 0 is NaN with gradients of 0."""
+    a, in_columns = head(classes=400), 47_000
+    a["x"], factor = a["x"].at[1, 3].set(0), jnp.ones(TOKENS).at[1, 3].set(0)
+    nan = a | {"x": a["x"].at[1, 3].set(jnp.nan)}
+
+    def every(reduction: str) -> Any:
+        given: dict[str, Any] = {"reduction": reduction, "token_weight": factor}
+        ours = [partial(ours_of, **given, ignore_index=None, memory=memory) for memory in (None, in_columns)]
+        return with_gradients(partial(expected, **given), a), *[with_gradients(f, nan) for f in ours]
+
+    found = jax.jit(lambda: [every(reduction) for reduction in ("none", "sum")])()
+    for theirs, *ours in found:
+        for one in ours:
+            assert_same(one, theirs)
+    none = partial(ours_of, weight=jnp.zeros(CLASSES), z_loss=0.1)
+    mean, gradients = jax.jit(lambda: with_gradients(none, head()))()
+    assert np.isnan(mean)
+    assert all((t == 0).all() for t in gradients.values())
+
+
 def test_classes_that_are_added_for_fast_products() -> None:
     """In 16 bits 1025 classes become 1088; in one chunk, in chunks of tokens or of columns the results are the same."""
     rng = np.random.default_rng(0)

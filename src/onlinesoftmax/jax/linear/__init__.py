@@ -23,7 +23,7 @@ __all__ = ["linear_cross_entropy", "linear_token_logprobs", "linear_token_loss"]
 
 def linear_cross_entropy(
     input: ArrayLike, linear_weight: ArrayLike, target: ArrayLike, *, linear_bias: ArrayLike | None = None,
-    weight: ArrayLike | None = None, reduction: Reduction = "mean", ignore_index: int = -100,
+    weight: ArrayLike | None = None, reduction: Reduction = "mean", ignore_index: int | None = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, scale: float | ArrayLike = 1.0, softcap: float | None = None,
     token_weight: ArrayLike | None = None, dtype: Any = None, return_stats: bool = False, memory: int | None = None,
     acc_dtype: Any = None, axis_name: AxisName = None,
@@ -49,7 +49,7 @@ def linear_cross_entropy(
         linear_bias: Bias (classes,); -inf excludes a class, if there is no softcap and the scale is positive.
         weight: Factor of each class, (classes,), without a gradient.
         reduction: "mean" over the tokens that count (with `weight`, over their weights), "sum", or "none".
-        ignore_index: Target of tokens that count for nothing, whatever their input holds.
+        ignore_index: Target of tokens that count for nothing, whatever their input holds; None is -100, as in PyTorch.
         label_smoothing: Part of the target, from 0 to 1, that is spread over all classes.
         z_loss: Factor of lse², which is added to the loss of each token.
         scale: Factor of the logits, an inverse temperature: a number, or a floating-point array without a gradient,

@@ -48,7 +48,7 @@ class HeadCall(NamedTuple):
         dtype: Dtype of input, weight and bias.
         acc_dtype: Dtype in which chunks of tokens add up the gradient of the weight.
         sum_dtype: Dtype of the gradient of the weight, which is wider where it is a sum that is not rounded yet.
-        added: Number of classes of probability 0 behind the others: with them the products are fast.
+        padding: Number of classes of probability 0 behind the others, which make the products fast.
     """
 
     kind: str
@@ -62,7 +62,7 @@ class HeadCall(NamedTuple):
     dtype: str = "float32"
     acc_dtype: str = "float32"
     sum_dtype: str = "float32"
-    added: int = 0
+    padding: int = 0
 
     def number(self, name: str) -> float:
         """Label smoothing or z_loss."""

@@ -13,17 +13,22 @@ from ..signature import Values
 
 
 def product(a: Array, b: Array, axes: tuple[int, int], dtype: Any) -> Array:
-    """The product of two matrices along an axis of each, in a dtype that its sums have too."""
+    """The product of two matrices; `axes` are the axis of a and that of b that are summed over.
+
+    XLA adds up in `dtype` at least, and the result has this dtype.
+    """
     return jax.lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=dtype)
 
 
-def logits_of(x: Array, weight: Array, bias: Array | None, added: int = 0) -> Array:
-    """The logits x · weightᵀ + bias in the dtype of x; those of the last classes, which were added, are -inf."""
+def logits_of(x: Array, weight: Array, bias: Array | None, padding: int = 0) -> Array:
+    """The logits x · weightᵀ + bias in the dtype of x; those of the last classes, which are padding, are -inf."""
     z = product(x, weight, (1, 1), x.dtype)
     z = z if bias is None else z + bias[None]
+    if not padding:
+        return z
     # XLA writes a slice in place.  A bias of -inf would be a pass over all logits.
-    last = jnp.full((z.shape[0], added), -jnp.inf, z.dtype)
-    return jax.lax.dynamic_update_slice_in_dim(z, last, z.shape[1] - added, 1) if added else z
+    last = jnp.full((z.shape[0], padding), -jnp.inf, z.dtype)
+    return jax.lax.dynamic_update_slice_in_dim(z, last, z.shape[1] - padding, 1)
 
 
 TILE = 64

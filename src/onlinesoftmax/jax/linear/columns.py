@@ -23,7 +23,7 @@ from .call import HeadCall, Shards, columns_at_once, layout, types
 from .chunks import in_chunks, logits_of, product
 
 COTANGENTS = ("dy", "dlse", "dentropy")
-"""Gradients of the results; those that are missing are 0."""
+"""Gradients of the results; dlse and dentropy are 0 where they are missing."""
 
 
 def statistics(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:
@@ -36,7 +36,7 @@ def statistics(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
 
     def of_chunk(first: Any, size: int) -> Values:
         weight, bias = _slices(arrays, first, size)
-        z = logits_of(arrays["x"], weight, bias, added)
+        z = logits_of(arrays["x"], weight, bias, padding)
         if "z" in call.outputs:
             kept["z"] = z
         target = _target(arrays, shards.classes, first, size)
@@ -46,7 +46,7 @@ def statistics(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
         return _fields(joined({name: jnp.stack([a[name], b[name]]) for name in a}))
 
     chunk = arrays["weight"].shape[0] if "z" in call.outputs else columns_at_once(call, arrays)
-    arrays, added = _for_chunks(call, arrays, chunk)
+    arrays, padding = _for_chunks(call, arrays, chunk)
     classes = arrays["weight"].shape[0]
     state = RowStates(**in_chunks(classes, chunk, of_chunk, (), merge))
     state = merged(state, shards.classes) if shards.classes else state
@@ -66,7 +66,7 @@ def gradient(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values
     given |= {"scale": arrays["scale"]} if "scale" in arrays else {}
     given |= {name: jnp.where(nothing, fill, arrays[name]) for name, fill in (("m", 0), ("l", 1), ("entropy", 0))}
     chunk = columns_at_once(call, arrays)
-    arrays, added = _for_chunks(call, arrays, chunk)
+    arrays, padding = _for_chunks(call, arrays, chunk)
     classes = arrays["weight"].shape[0]
     whole = _all_classes(arrays, shards.classes)
     of_input = x.dtype if chunk == classes and not shards.of_input else wide
@@ -74,14 +74,14 @@ def gradient(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values
 
     def of_chunk(first: Any, size: int) -> Values:
         weight, bias = _slices(arrays, first, size)
-        z = arrays["z"] if "z" in arrays else logits_of(x, weight, bias, added)
+        z = arrays["z"] if "z" in arrays else logits_of(x, weight, bias, padding)
         some = {**given, "target": _target(arrays, shards.classes, first, size)}
         dz = rows.gradient(run, call, z, some, 0 if size == whole else whole)
         dz = jnp.where(nothing[:, None], 0, dz) if "z" in arrays else dz
         found: Values = {}
         if "dx" in wanted:
             found["dx"] = product(dz, weight, (1, 0), of_input)
-        # The other slices are complete here: they are added up over the devices and rounded.
+        # Unlike dx, the gradients of these columns are final: no other chunk adds to them.
         if "dweight" in wanted:
             found["dweight"] = _total(product(dz, x, (0, 0), of_weight), shards.of_weight).astype(x.dtype)
         if "dbias" in wanted:
@@ -91,15 +91,15 @@ def gradient(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values
     found = in_chunks(classes, chunk, of_chunk, ("dx",))
     if "dx" in found:
         found["dx"] = _total(found["dx"], shards.of_input).astype(x.dtype)
-    left = [(0, call.added - added)]
+    left = [(0, call.padding - padding)]
     return {name: t if name == "dx" else jnp.pad(t, [*left, *[(0, 0)] * (t.ndim - 1)]) for name, t in found.items()}
 
 
 def _for_chunks(call: HeadCall, arrays: Values, chunk: int) -> tuple[Values, int]:
-    """(arrays, number of added classes that they have): several chunks need none, as their sizes are aligned."""
-    if not call.added or chunk >= arrays["weight"].shape[0]:
-        return arrays, call.added
-    classes = arrays["weight"].shape[0] - call.added
+    """(arrays, number of classes that are padding): with several chunks, all but the first are aligned without it."""
+    if not call.padding or chunk >= arrays["weight"].shape[0]:
+        return arrays, call.padding
+    classes = arrays["weight"].shape[0] - call.padding
     return {name: t[:classes] if layout(name).startswith("c") else t for name, t in arrays.items()}, 0
 
 

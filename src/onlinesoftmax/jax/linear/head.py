@@ -1,7 +1,7 @@
 """The primitive of a head: its types, its batches, and its lowering for each platform and for several devices.
 
 Under `jit`, each device computes the tokens and the classes that it holds.  Under `shard_map`, JAX traces the
-computation of one device, and no primitive is needed.  The primitive has no derivatives: run.py has the gradients.
+computation of one device, and no primitive is needed.  The primitive has no derivatives: gradients.py has them.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ def bind(call: HeadCall, arrays: Mapping[str, Array], outputs: tuple[str, ...] |
     Raises:
         ValueError: the smallest chunk does not fit into the memory.
     """
+    # `_lowered` and `types` take the first array for x.
     arrays = {"x": arrays["x"], "weight": arrays["weight"], **arrays}
     call = _planned(call, arrays, call.outputs if outputs is None else outputs, kind or call.kind)
     if jax.sharding.get_abstract_mesh().manual_axes:
@@ -73,18 +74,18 @@ def _of_device(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Valu
     def flat(name: str, t: Array) -> Array:
         return t.reshape(-1, *t.shape[axes:]) if layout(name).startswith("t") else t
 
-    if call.added and shards.classes:
-        call, arrays = call._replace(added=0), {**arrays, "bias": _bias_of_added(call, shards.classes, arrays)}
+    if call.padding and shards.classes:
+        call, arrays = call._replace(padding=0), {**arrays, "bias": _bias_of_padding(call, shards.classes, arrays)}
     found = KINDS[call.kind](run, call, shards, {name: flat(name, t) for name, t in arrays.items()})
     return {name: found[name].reshape(t.shape) for name, t in wanted.items()}
 
 
-def _bias_of_added(call: HeadCall, names: Names, arrays: Values) -> Array:
-    """The bias on a device that holds some of the classes: -inf for the added ones, which are on the last device."""
+def _bias_of_padding(call: HeadCall, names: Names, arrays: Values) -> Array:
+    """The bias on a device that holds some of the classes: -inf for the padding, which is on the last device."""
     local = arrays["weight"].shape[0]
     column = jax.lax.axis_index(names) * local + jnp.arange(local)
     bias = arrays.get("bias", jnp.zeros((), call.dtype))
-    return jnp.where(column < local * devices(names) - call.added, bias, -jnp.inf)
+    return jnp.where(column < local * devices(names) - call.padding, bias, -jnp.inf)
 
 
 def _lowered(platform: str, *arrays: Array, names: tuple[str, ...], call: HeadCall) -> list[Array]:
@@ -145,7 +146,7 @@ def _batch(
 
 
 def _without_unused(used: list[bool], equation: Any) -> Any:
-    """The call without the gradients that are not used, as in the first pass of a checkpoint."""
+    """The call without the results that are not used, as in the first pass of a checkpoint."""
     if not any(used):
         return [False] * len(equation.invars), None
     call = equation.params["call"]

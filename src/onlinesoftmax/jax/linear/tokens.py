@@ -39,7 +39,7 @@ def losses(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values:
         given = {name: part(name, t) for name, t in arrays.items()}
         # A token that counts for nothing may hold NaN, and its gradient of 0 times NaN would be NaN.
         valid = jnp.where((given["factor"] == 0)[:, None], 0, given["x"]) if "factor" in given else given["x"]
-        z = logits_of(given["x"] if call.loss is None else valid, weight, arrays.get("bias"), call.added)
+        z = logits_of(given["x"] if call.loss is None else valid, weight, arrays.get("bias"), call.padding)
         found, dz = rows.losses(run, call, shards.classes, z, given)
         if dz is None:
             return found
