@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,10 @@ def test_a_kernel_takes_the_scores_that_options_make() -> None:
 
 
 def test_rows_that_are_not_adjacent() -> None:
-    strided = explained(torch.zeros(100, 7).t(), device="h100")
-    assert strided.reason.startswith("PyTorch copies the logits, so that those of a row are adjacent; then")
+    for strided in (torch.zeros(100, 7).t(), torch.zeros(4, 50, 3).transpose(1, 2)):
+        found = explained(strided, device="h100")
+        assert found.reason.startswith("PyTorch copies the logits, so that those of a row are adjacent; then")
+    assert not explained(torch.zeros(8, 100)[::2], device="h100").reason.startswith("PyTorch copies")
     # Another dimension than the last is copied first.
     assert explained(torch.zeros(100, 7), dim=0, device="h100").problem.rows == 7
 
@@ -52,6 +55,9 @@ def test_bytes_and_floor_by_hand() -> None:
     found = explained(device="h100", dtype="bfloat16", top_k=50, top_logprobs=20)
     # Token, log-probability, lse, number of kept tokens and validity of a row, and 20 tokens with log-probabilities.
     assert found.bytes == 64 * (128256 * 2 + 8 + 4 + 4 + 8 + 1 + 20 * (8 + 4))
+    # JAX's integers have 4 bytes.
+    in_jax = replace(found, problem=found.problem._replace(framework="jax"))
+    assert in_jax.bytes == 64 * (128256 * 2 + 4 * 4 + 1 + 20 * (4 + 4))
     assert found.floor_us == pytest.approx(found.bytes / KNOWN["h100"].bandwidth / 1e3)
     text = str(found)
     assert "sample of 64 x 128256 bfloat16 with top_k, top_logprobs=20 on NVIDIA H100" in text

@@ -92,6 +92,13 @@ def test_mistakes_are_named(words: str, given: dict[str, Any], framework: str) -
     assert words in str(raised.value)
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 5), (2, 3, 0)])
+def test_arrays_of_jax_without_positions_or_tokens(shape: tuple[int, ...]) -> None:
+    jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
+    with pytest.raises(ValueError, match="target_logits must have shape"):
+        explained(jnp.zeros(shape))
+
+
 def test_other_operations_have_no_drafts() -> None:
     for operation in ("sample", "softmax"):
         with pytest.raises(ValueError, match="has no draft_logits here; draft_logits is an argument of verify"):

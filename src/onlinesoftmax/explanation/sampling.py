@@ -22,6 +22,9 @@ SAMPLE = "sample"
 FILTERS = ("top_k", "top_p", "min_p")
 
 
+INTEGER_BYTES = {"torch": 8, "jax": 4}
+"""Bytes of a token or a count in the result, by framework."""
+
 UNFILTERED, FILTERED = "unfiltered.cuh", "sample.cuh"
 """Names of the kernels: their files in sampling/kernels."""
 
@@ -33,7 +36,7 @@ class Asked(NamedTuple):
         rows, tokens: Sizes of the logits.
         dtype: Name of their dtype.
         framework: "torch" or "jax".
-        adjacent: True where the logits of a row are adjacent in memory.
+        adjacent: True where a kernel reads the logits in place: those of a row are adjacent in memory.
         filters: Names of the filters that are given.
         top: Number of the largest log-probabilities that are returned.
         listed: As Parameters.listed.
@@ -96,8 +99,8 @@ class SampleExplanation(WayExplanation):
     @property
     def written_bytes(self) -> int:
         """The bytes of token, log-probability, lse, kept and valid, and of the listed tokens."""
-        wide = 8 if self.problem.dtype == "float64" else 4
-        return self.problem.rows * (17 + 2 * wide + self.problem.top * (8 + wide))
+        wide, integer = 8 if self.problem.dtype == "float64" else 4, INTEGER_BYTES[self.problem.framework]
+        return self.problem.rows * (1 + 2 * (integer + wide) + self.problem.top * (integer + wide))
 
     @property
     def launch(self) -> str:
@@ -129,10 +132,17 @@ def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], option
     parameters = arguments.checked_parameters(logits, 1.0, k, p, least, "keep")
     given = tuple(name for name in FILTERS if getattr(parameters, name) is not None)
     top = arguments.checked_count(logits, "top_logprobs", asked["top_logprobs"], 0)
-    rows = arguments.in_rows(logits.x, logits.dim)
-    adjacent = rows.stride(1) == 1
-    listed = parameters.listed(top)
-    return Asked(len(rows), logits.tokens, like.dtype, "torch", adjacent, given, top, listed, logits.options.given)
+    sizes = math.prod(logits.rows), logits.tokens
+    adjacent, listed = is_in_rows(logits.x.movedim(logits.dim, -1)), parameters.listed(top)
+    return Asked(*sizes, like.dtype, "torch", adjacent, given, top, listed, logits.options.given)
+
+
+def is_in_rows(x: Any) -> bool:
+    """True where the elements of a row, the last dimension, are adjacent, and one distance leads from row to row."""
+    try:
+        return bool(x.view(math.prod(x.shape[:-1]), x.shape[-1]).stride(1) == 1)
+    except RuntimeError:
+        return False
 
 
 def without_data(t: Any, dtype: str) -> Any:
@@ -172,7 +182,7 @@ def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options:
     parameters = checked_parameters(SAMPLE, tokens, of_rows, 1.0, (k, p, least), "keep")
     filtering = tuple(name for name in FILTERS if getattr(parameters, name) is not None)
     top = arguments.checked_count(SAMPLE, "top_logprobs", asked["top_logprobs"], tokens)
-    # To JAX, a number is an array like any other.
+    # The kernels of a JAX program are planned without `listed` (jax/sampling/kernels.py): a number becomes an array.
     return Asked(math.prod(rows), tokens, like.dtype, "jax", True, filtering, top, None, given[0])
 
 

@@ -13,7 +13,7 @@ from ..kernels import registry
 from ..sampling.kernels.verify import shapes_of
 from ..sampling.rules import Parameters, checked_parameters
 from .rows import described
-from .sampling import FILTERED, FILTERS, reads_of, without_data
+from .sampling import FILTERED, FILTERS, INTEGER_BYTES, is_in_rows, reads_of, without_data
 from .ways import EAGER, OtherWay, WayExplanation, why_no_cuda
 
 VERIFY = "verify"
@@ -28,10 +28,10 @@ class Drafts(NamedTuple):
     Attributes:
         rows: Number of rows of drafts.
         n: Number of drafts of a row.
-        tokens: Number of tokens.
+        tokens: Number of tokens of the vocabulary.
         dtype: Name of the dtype of the logits.
         framework: "torch" or "jax".
-        adjacent: True where the logits of a position are adjacent in memory.
+        adjacent: True where a kernel reads the logits of the target model in place, as `Asked.adjacent`.
         filters: Names of the filters that are given.
         listed: As Parameters.listed.
         draft_logits: True where the draft model has logits.
@@ -108,8 +108,8 @@ class VerifyExplanation(WayExplanation):
     @property
     def written_bytes(self) -> int:
         """The bytes of accepted and valid of each row, and of tokens and log-probabilities of its positions."""
-        wide = 8 if self.problem.dtype == "float64" else 4
-        return self.problem.rows * (9 + (self.problem.n + 1) * (8 + wide))
+        wide, integer = 8 if self.problem.dtype == "float64" else 4, INTEGER_BYTES[self.problem.framework]
+        return self.problem.rows * (1 + integer + (self.problem.n + 1) * (integer + wide))
 
     @property
     def launch(self) -> str:
@@ -150,7 +150,7 @@ def described_verify(x: Any, dtype: Any, asked: dict[str, Any]) -> Drafts:
     of_drafts = arguments.checked_drafts(logits, drafts, None)
     k, p, least = (without_data(asked[name], like.dtype) for name in FILTERS)
     parameters = arguments.checked_parameters(of_drafts, 1.0, k, p, least, "keep")
-    adjacent = arguments.in_rows(x, -1).stride(1) == 1
+    adjacent = is_in_rows(x)
     return _drafts((tuple(rows), places - 1, logits.tokens), like.dtype, "torch", adjacent, parameters, asked)
 
 
@@ -160,13 +160,13 @@ def verify_in_jax(x: Any, dtype: Any, asked: dict[str, Any]) -> Drafts:
         from ..jax.sampling import arguments
 
     shape, like = described(x, dtype)
-    if len(shape) < 2:
+    if len(shape) < 2 or 0 in shape[-2:]:
         raise ValueError(f"{VERIFY}: target_logits must have shape (..., n + 1, tokens), got {shape}")
     *rows, places, tokens = shape
     of_rows = partial(arguments.checked_of_rows, VERIFY, tuple(rows))
     k, p, least = (asked[name] for name in FILTERS)
     given = checked_parameters(VERIFY, tokens, of_rows, 1.0, (k, p, least), "keep")
-    # To JAX, a number is an array like any other.
+    # The kernels of a JAX program are planned without `listed` (jax/sampling/kernels.py): a number becomes an array.
     return _drafts((tuple(rows), places - 1, tokens), like.dtype, "jax", True, given._replace(most=None), asked)
 
 

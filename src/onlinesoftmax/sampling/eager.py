@@ -1,4 +1,4 @@
-"""Sampling by PyTorch's operations, whose tokens are those of the kernels: PyTorch's functions for the formulas."""
+"""`sample` and `verify` by PyTorch's operations, which choose the tokens that the kernels choose."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Sorted(NamedTuple):
 
     Attributes:
         scores: Scores.
-        tokens: Token ids in that order; None without a filter.
+        tokens: Token ids in that order; None without a filter, where nothing is sorted.
     """
 
     scores: Tensor
@@ -58,7 +58,7 @@ def _order(scores: Tensor, filtered: bool) -> Sorted:
 
 
 def _take(t: Tensor, places: Tensor, axis: int) -> Tensor:
-    # In a program for any number of rows, torch.take_along_dim would fix this number.
+    # In an exported program, torch.take_along_dim would fix the number of rows.
     return t.gather(axis, places if axis == -1 else places.expand(*places.shape[:-1], t.shape[-1]))
 
 

@@ -1,7 +1,8 @@
 """The formulas of sampling for NumPy, PyTorch, and JAX with 64-bit types: a distribution, its noise, its token.
 
-A row is the last axis.  A filter keeps the tokens whose score reaches a threshold, so neither the order of a row nor
-the way in which it is cut matters.  No operation waits for a GPU.
+A row is the last axis.  A filter keeps the tokens whose score reaches a threshold, and with ties="first" those of
+equal scores with the lowest ids, so the result does not depend on how a row is divided over blocks or devices.  No
+value is read back from a GPU.
 
 The noise of a token comes from (seed, offset, token id), by the generator Philox4x32-7 (philox.py), and not from the
 row's index.  So the same row gets the same token in every batch and on every device, and a token keeps its noise when
@@ -38,13 +39,15 @@ class Order(Protocol):
         """The columns of the first k scores, (..., k)."""
 
     def leading(self, kept: Array, weights: Array | None, wanted: Array, first: bool) -> Array:
-        """Of the kept tokens, the first ones, as few as have weights that add up to `wanted`.
+        """True for the first of the kept tokens: as few as have weights with a sum of at least `wanted`.
+
+        Unless `first`, the result also has the kept tokens whose score equals that of the last one.
 
         Args:
             kept: True for the tokens to choose from.
-            weights: int64, equal for the kept tokens with equal scores, 0 for all others; None if each kept token, all
-                that are above -inf, has the weight 1.
-            wanted: (..., 1) int64, at least 1.
+            weights: int64, equal for the kept tokens with equal scores, 0 for all others.  None is 1 for each kept
+                token; `kept` is then True for all scores above -inf.
+            wanted: (..., 1) int64.
             first: As `Parameters.first`.
         """
 
@@ -73,7 +76,7 @@ class Functions(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """The distribution of each row, in float64; arrays (..., tokens), and (..., 1) for numbers of rows.
+    """The distribution of each row, in float64; z and kept are (..., tokens), all others (..., 1).
 
     Attributes:
         z: Score of each token less the largest.
@@ -243,7 +246,7 @@ def _without_filters(of: Functions, found: Distribution, scores: Array, order: O
 
 
 def _keys(of: Functions, found: Distribution, seed: Array, offset: Array) -> Array:
-    """The numbers of which the largest has the token that is sampled."""
+    """The sum of score and noise of each kept token: the token with the largest one is sampled."""
     keys = found.z + found.temperature * gumbel(of, seed, offset, found.z.shape[-1])
     return of.xp.where(found.kept, keys, -of.xp.inf)
 
@@ -285,7 +288,7 @@ def verify(
         of: Functions of the library.
         scores: Scores (rows, n + 1, tokens) of the target model; and those of the draft model (rows, n, tokens), or
             None for drafts without a distribution.
-        drafts: Drafted tokens (rows, n) int64; another number where a row has fewer.
+        drafts: Drafted tokens (rows, n) int64; a number that is no token id where a row has fewer.
         given: Temperature and filters, (rows, 1, 1).
         seed, offset: What the noise of the first position of each row is made of, (rows, 1, 1) int64.
     """
@@ -324,7 +327,7 @@ def verify(
 
 
 def _of_tokens(of: Functions, found: Distribution, columns: Array) -> Distribution:
-    """The distribution at some tokens of each row only; the numbers of rows are those of whole rows."""
+    """The distribution at some tokens of each row only; what is (..., 1) stays that of whole rows."""
     return found._replace(z=of.take(found.z, columns, -1), kept=of.take(found.kept, columns, -1))
 
 

@@ -1,4 +1,4 @@
-"""The order of scores by integers, for NumPy, and for JAX with 64-bit types."""
+"""Scores as integers in their order; thresholds by these, for NumPy and for JAX with 64-bit types."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .formulas import Functions
 class Keys(NamedTuple):
     """The order of scores by integers.  No row is sorted for a filter: its threshold is found one bit after the other.
 
-    Each bit is a sum over the row, which a compiler can divide over devices.
+    Each bit takes a sum over the row, which a compiler can divide over devices.
 
     Attributes:
         of: Functions of the library.
         keys: `ordered` of the scores.
         top: top(keys, k): columns of the k largest integers, of equal ones the lower column first.
-        fold: fold(step, start, values): the last of start, step(start, values[0]), and so on.
+        fold: fold(step, start, values) is functools.reduce(step, values, start).
     """
 
     of: Functions
@@ -55,12 +55,12 @@ class Keys(NamedTuple):
         return above | (ties & (low_ids_first >= self._threshold(low_ids_first, ties, number)))
 
     def _threshold(self, keys: Array, weights: Array, wanted: Array) -> Array:
-        """The largest number that leaves enough: the weights of the keys from it on add up to `wanted`; (rows, 1)."""
+        """The largest t, (rows, 1), for which the weights of the keys >= t have a sum of at least `wanted`."""
         xp, smallest = self.of.xp, int(self.of.xp.iinfo(keys.dtype).min)
         bits = xp.asarray([smallest, *(1 << i for i in reversed(range(xp.iinfo(keys.dtype).bits - 1)))], keys.dtype)
 
         def step(threshold: Array, bit: Array) -> Array:
-            # The sign bit of the smallest integer is 1, and that of the numbers above -1 is 0.
+            # The threshold begins at the smallest integer: the first step clears its sign bit, the others set a bit.
             higher = threshold ^ bit
             enough = xp.sum(xp.where(keys >= higher, weights, 0), -1, keepdims=True) >= wanted
             return xp.where(enough, higher, threshold)

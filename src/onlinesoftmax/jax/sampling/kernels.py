@@ -21,10 +21,13 @@ from ..signature import Values
 
 
 def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands: Values) -> Planned:
-    """The results of the formula of `sample`, or why no kernel takes the operands.
+    """The kernel of a call of `sample` and a function that runs it, or why no kernel takes the operands.
 
     Args:
-        first, raw, top, most: As in run.Call.
+        first: True for ties="first".
+        raw: True for log-probabilities of the scores as they are.
+        top: Number of the largest log-probabilities to return.
+        most: Most tokens of a row in the support; 0 for no support.
         device: The GPU.
         operands: Arrays by name.
     """
@@ -40,8 +43,10 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
         launch = unfiltered.KERNEL.launch(of_all, numbers, rows, of_all.dynamic_bytes)
     else:
         found = source.shape_of(rows, cols, dtype, aligned, device)
-        if found is None or listed > source.MOST_TOP:
-            return f"a kernel lists at most {source.MOST_TOP} tokens, and needs more shared memory for them"
+        if listed > source.MOST_TOP:
+            return f"a kernel lists at most {source.MOST_TOP} tokens"
+        if found is None:
+            return f"the blocks of a row need more shared memory than those of {device.name} have"
         numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), listed, *source.ABSENT), "sample.cuh"
         launch = source.KERNEL.launch(found, numbers, rows, found.dynamic_bytes)
     results = _types((rows,), token="int64", logprob="float32", lse="float32", kept="int64", valid="bool")
@@ -65,15 +70,17 @@ def _sampled(
 
 
 def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
-    """The results of the formula of `topk_logprobs`, or why no kernel takes the operands; arguments as for `sample`."""
+    """As `sample`, for the k largest scores of `topk_logprobs`."""
     *shape, cols = operands["x"].shape
     rows, dtype, aligned = math.prod(shape), *_layout(operands["x"])
     if reason := refusal(dtype, rows, device):
         return reason
     with_target = "target" in operands
-    found = topk.shape_of(rows, cols, k, dtype, aligned, with_target, device) if k <= topk.MOST else None
+    if k > topk.MOST:
+        return f"a kernel lists at most {topk.MOST} tokens"
+    found = topk.shape_of(rows, cols, k, dtype, aligned, with_target, device)
     if found is None:
-        return f"a kernel lists at most {topk.MOST} tokens, and needs more shared memory for them"
+        return f"the blocks of a row need more shared memory than those of {device.name} have"
     launch = topk.KERNEL.launch(found, (*_sizes(cols, found.cluster), k), rows, found.dynamic_bytes)
     results = {
         **_types((rows, k), values="float32", indices="int64", logprobs="float32"), **_types((rows,), lse="float32"),
@@ -88,7 +95,7 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
 
 
 def verify(first: bool, device: Device, operands: Values) -> Planned:
-    """The results of the formula of `verify`, or why no kernels take the operands; arguments as for `sample`.
+    """As `sample`, for `verify`.
 
     As in verify_launch.py, sample.cuh reads the positions of each model before verify.cuh decides.
     """
