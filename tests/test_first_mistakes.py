@@ -122,7 +122,7 @@ def test_the_advice_is_right() -> None:
 def test_integer_logits_and_swapped_arguments(name: str) -> None:
     function, x = getattr(osm, name), torch.zeros(3, 4)
     for error in (NotImplementedError, RuntimeError):
-        with pytest.raises(error, match=r"must be floating point, got torch\.int64$"):
+        with pytest.raises(error, match=r"must be floating point of 16 to 64 bits, got torch\.int64$"):
             function(x.long(), TARGET)
         with pytest.raises(error, match="swapped"):
             function(TARGET, x)

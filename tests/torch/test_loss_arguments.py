@@ -39,6 +39,7 @@ ONE = torch.ones((), device=DEVICE)
 WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "argument 'target' must be Tensor", {"target": [1, 0, 2]}),
     (RuntimeError, "input must be floating point", {"input": X.long()}),
+    (RuntimeError, "input must be floating point of 16 to 64 bits", {"input": X.to(torch.float8_e5m2)}),
     (ValueError, "target has shape", {"target": TARGET[:2]}),
     (RuntimeError, "target with class probabilities", {"target": X[:2]}),
     (RuntimeError, "weight must have shape", {"weight": torch.ones(7, device=DEVICE)}),

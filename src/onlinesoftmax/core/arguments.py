@@ -154,7 +154,9 @@ def check_logits(library: Library, caller: str, argument: str, x: Any, other: st
     if library.kind_of(x) != "floating":
         swapped = f"; are {argument} and {other} swapped?" if library.kind_of(target) == "floating" else ""
         # PyTorch's error, which is a RuntimeError too.
-        raise NotImplementedError(f"{caller}: {argument} must be floating point, got {x.dtype}{swapped}")
+        raise NotImplementedError(
+            f"{caller}: {argument} must be floating point of 16 to 64 bits, got {x.dtype}{swapped}"
+        )
 
 
 def check_index(library: Library, caller: str, argument: str, x: Array, index: Array, rows: tuple[int, ...]) -> None:

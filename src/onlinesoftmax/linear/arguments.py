@@ -86,7 +86,7 @@ def check_head(
         instead = "call cross_entropy or token_logprobs on the logits of a linear layer"
         raise RuntimeError(f"{caller} has no derivatives for torch.func and forward mode; {instead}")
     if dtype_name(input.dtype) not in ITEMSIZE:
-        raise RuntimeError(f"{caller}: input must be floating point, got {input.dtype}")
+        raise RuntimeError(f"{caller}: input must be floating point of 16 to 64 bits, got {input.dtype}")
     if not input.dim() or linear_weight.dim() != 2 or linear_weight.shape[1] != input.shape[-1]:
         raise RuntimeError(
             f"{caller}: linear_weight must have shape (classes, {input.shape[-1] if input.dim() else 'hidden'}), the "

@@ -148,7 +148,7 @@ def check_logits(library: Library, logits: Any) -> None:
     caller = "route()"
     library.check_array(caller, "logits", logits)
     if library.kind_of(logits) != "floating":
-        raise NotImplementedError(f"{caller}: logits must be floating point, got {logits.dtype}")
+        raise NotImplementedError(f"{caller}: logits must be floating point of 16 to 64 bits, got {logits.dtype}")
     if not logits.ndim:
         raise ValueError(f"{caller}: logits must have a dimension of experts, got a number")
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from ..core.arrays import broadcasts, dtype_name
-from ..core.task import ITEMSIZE
+from ..core.arrays import broadcasts
 from ..torch.arguments import TORCH
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
@@ -65,10 +64,7 @@ def checked_part(
     name: str, logits: Any, dim: Any, scale: Any, softcap: Any, bias: Any, mask: Any, argument: str
 ) -> Logits:
     """The logits and their score options, if other processes may have more tokens of each row; there may be none."""
-    found = Logits(*rules.checked_part(TORCH, name, logits, dim, (scale, softcap, bias, mask), argument))
-    if dtype_name(found.x.dtype) not in ITEMSIZE:
-        raise NotImplementedError(f"{name}(): {argument} must be one of {', '.join(ITEMSIZE)}, got {found.x.dtype}")
-    return found
+    return Logits(*rules.checked_part(TORCH, name, logits, dim, (scale, softcap, bias, mask), argument))
 
 
 def checked_of_rows(logits: Logits, argument: str, value: Any, dtype: str, low: float, high: float) -> Tensor:

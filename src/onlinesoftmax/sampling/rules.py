@@ -102,7 +102,7 @@ def checked_part(
     if type(logits).__name__ == "DTensor":
         raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take; pass its full_tensor()")
     if library.kind_of(logits) != "floating":
-        raise NotImplementedError(f"{caller}: {argument} must be floating point, got {logits.dtype}")
+        raise NotImplementedError(f"{caller}: {argument} must be floating point of 16 to 64 bits, got {logits.dtype}")
     axis = checked_dim(name, dim, logits.ndim)
     given = checked_options(name, *options, False, "nan")
     check_options(library, Call(OPERATIONS["softmax"], logits, Settings(axis), given, None), name)

@@ -25,6 +25,9 @@ from .loss_arguments import Loss
 TRACED_TYPES = ("FakeTensor", "FunctionalTensor")
 """Types of the tensors that replace real tensors while a program is traced."""
 
+FLOATING_DTYPES = torch.float16, torch.bfloat16, torch.float32, torch.float64
+"""Dtypes of logits; PyTorch's operations cannot compute with smaller ones."""
+
 INTEGER_DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
@@ -106,7 +109,7 @@ def _check_place(caller: str, argument: str, t: torch.Tensor, x: torch.Tensor) -
 
 
 def _kind_of(t: torch.Tensor) -> Kind:
-    if t.is_floating_point():
+    if t.dtype in FLOATING_DTYPES:
         return "floating"
     if t.dtype == torch.bool:
         return "boolean"
