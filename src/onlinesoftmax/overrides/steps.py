@@ -38,6 +38,8 @@ def _copied(x: Logits, step: Step) -> Logits | None:
     here = keywords.get("device") in (None, x.device) and keywords.get("layout") in (None, torch.strided)
     if not (_is_open(x) and widens and here) or keywords.get("pin_memory"):
         return None
+    # type_as names the device, on which a tensor without numbers cannot be copied.
+    step = step._replace(keywords={name: value for name, value in keywords.items() if name != "device"})
     return x.copy_of(step, x.numbers.scores, x.numbers.log)
 
 
