@@ -126,6 +126,7 @@ TAKEN: dict[str, tuple[Callable[[Tensor], Any], dict[str, int]]] = {
         ],
         {CE: 2},
     ),
+    "all classes": (lambda z: loss(z.split([CLASSES], -1)[0]), {CE: 1}),  # as tensor parallelism of one process
     "mask": (of_mask, {CE: 1}),
     "in place": (scaled_in_place, {CE: 1}),
     "one token": (lambda z: F.cross_entropy(z[:1, :1].squeeze(), target()[0, 0]), {CE: 1}),

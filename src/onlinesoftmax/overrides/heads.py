@@ -213,7 +213,10 @@ class Logits(torch.Tensor):
         with torch._C._InferenceMode(self.is_inference()):
             y: Logits = type(self)(like, self.device, self.numbers, int(self.storage_offset() + like.storage_offset()))
         step = step._replace(item=item, classes=(self.classes_dim, here[-1]))
-        y.head, y.path, y.rows, y.classes_dim = self.head, (*self.path, step), (*self.rows, step), here[-1]
+        # A part that is the whole, as of all classes, has the same tokens; the step could cut the hidden states.
+        whole = (like.shape, like.stride()) == (self.shape, self.stride())
+        y.head, y.path, y.classes_dim = self.head, (*self.path, step), here[-1]
+        y.rows = self.rows if whole else (*self.rows, step)
         return y
 
     def copy_of(self, step: Step, scores: tuple[float, float | None], log: bool) -> Logits | None:
