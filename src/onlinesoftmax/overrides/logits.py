@@ -53,11 +53,13 @@ class UncomputedLogits(Logits):
             raise RuntimeError(
                 "override(linear=True): the data of logits cannot be set; use copy_, or make a new tensor"
             )
-        if func in WATCH_GRADIENTS:
-            for t in tree_leaves((args, kwargs)):
-                if isinstance(t, Logits):
-                    t.head.watched = True
         with torch._C.DisableTorchFunctionSubclass():
+            if func in WATCH_GRADIENTS:
+                for t in tree_leaves((args, kwargs)):
+                    if isinstance(t, Logits):
+                        t.head.watched = True
+                        # PyTorch makes the node of a view anew after a change in place, and crashes in register_hook.
+                        _ = t.grad_fn
             return func(*args, **kwargs)
 
     @classmethod
