@@ -147,6 +147,10 @@ def test_explicit_axes() -> None:
         for _, gradients in found.values():
             for one, t in zip(gradients, cut[:3], strict=True):
                 assert one.sharding.is_equivalent_to(t.sharding, t.ndim)
+    # The equations of a loss are lowered without the explicit axes of the mesh in which they were traced.
+    with jax.set_mesh(mesh_of(2, 2, kind=AxisType.Explicit)):
+        loss = results("own", arrays())
+    assert jnp.allclose(loss, whole()["own"][0], rtol=2e-5)
 
 
 def test_classes_that_are_added_for_fast_products() -> None:

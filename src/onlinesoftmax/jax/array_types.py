@@ -8,14 +8,14 @@ The lowering of a primitive ignores both, because kernels and formulas work on p
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax._src import config
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ..core.arrays import Array
 
@@ -99,6 +99,14 @@ def of_plain_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:
             return lowering(context.replace(avals_in=plain), *values, **params)
 
     return lower
+
+
+def without_mesh() -> AbstractContextManager[Any]:
+    """A context without a mesh, except under shard_map: equations traced in it can be lowered for any mesh."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return nullcontext()
+    context: AbstractContextManager[Any] = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    return context
 
 
 @contextmanager

@@ -122,7 +122,8 @@ def token_loss(
     }  # fmt: skip
     every = frozenset().union(*(array_types.varying(t) for t in (head.x, *beside.values()))) - set(head.names)
     of_token = [jnp.zeros((), dtype) for dtype in (*[wide] * 3, *(t.dtype for t in beside.values()))]
-    traced, result = jax.make_jaxpr(loss, return_shape=True)(*[array_types.vary(t, every) for t in of_token])
+    with array_types.without_mesh():
+        traced, result = jax.make_jaxpr(loss, return_shape=True)(*[array_types.vary(t, every) for t in of_token])
     if not isinstance(result, jax.ShapeDtypeStruct) or result.shape or not jnp.issubdtype(result.dtype, jnp.floating):
         raise ValueError(f"{name}: loss must return one floating-point number for each token, got {result}")
     constants = {f"{CONSTANT}{i}": _closed_over(name, t) for i, t in enumerate(traced.consts)}
