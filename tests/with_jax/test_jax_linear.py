@@ -233,6 +233,10 @@ def test_classes_that_are_added_for_fast_products() -> None:
         program = jax.jit(partial(every, memory=memory)).trace(a).lower()
         assert "x1088x" in program.as_text()
         assert_same(program.compile()(a), theirs, rtol=2**-8, atol=2**-10)
+    # A scale that is 0 in float32 makes all classes equally likely, and would make an added one NaN.
+    assert jnp.allclose(
+        osj.linear_token_logprobs(*(a[name] for name in ("x", "w", "target")), scale=1e-46).lse, np.log(1025)
+    )
 
 
 def test_statistics() -> None:
