@@ -115,7 +115,7 @@ def test_our_drafts_have_to_be_exact() -> None:
     _, inputs = make_inputs(DRAFTS, CPU)
     ours = OursTokens("cpu")
     seed, found = ours.seeds(DRAFTS), ours.prepare(DRAFTS)(*inputs)
-    # Of the rows, some have all drafts, some have none, and some have a part of them.
+    # Some rows have all drafts, some have none, and some have a part of them.
     assert found.accepted.unique().tolist() == [0, 1, 2, 3]
     assert wrong_drafts(DRAFTS, *inputs, found, seed)[0] is None
     for field, value, words in (

@@ -279,7 +279,7 @@ def test_autocast(inside: bool) -> None:
             with torch.autocast(DEVICE, torch.bfloat16):
                 z = F.linear(x, weight, bias)
                 y = loss(z.float()) if inside else None
-            # As F.log_softmax(z, -1, torch.float32), type_as names the device too.
+            # F.log_softmax(z, -1, torch.float32) and type_as both name the device.
             y = loss(z.type_as(x)) if y is None else y
         y.backward()
         return [z.detach() + 0, y, *(t.grad for t in (x, weight, bias) if t.grad is not None)]

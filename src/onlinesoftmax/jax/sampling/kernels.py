@@ -70,7 +70,7 @@ def _sampled(
 
 
 def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
-    """As `sample`, for the k largest scores of `topk_logprobs`."""
+    """The kernel of a call of `topk_logprobs` for k scores and a function that runs it, or why no kernel takes it."""
     *shape, cols = operands["x"].shape
     rows, dtype, aligned = math.prod(shape), *_layout(operands["x"])
     if reason := refusal(dtype, rows, device):
@@ -95,9 +95,9 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
 
 
 def verify(first: bool, device: Device, operands: Values) -> Planned:
-    """As `sample`, for `verify`.
+    """The kernels of a call of `verify` and a function that runs them, or why no kernels take it.
 
-    As in verify_launch.py, sample.cuh reads the positions of each model before verify.cuh decides.
+    Like verify_launch.py, the function lets sample.cuh read the positions of each model before verify.cuh decides.
     """
     *shape, places, cols = operands["x"].shape
     rows, n = math.prod(shape), places - 1

@@ -44,12 +44,12 @@ def threshold_of(case: TokenCase, order: Any, slack: float = 0.0) -> Any:
 
 
 def wrong(case: TokenCase, x: Any, found: Any, seed: Any = None) -> tuple[str | None, float]:
-    """What is wrong with a result, in a sentence, and the largest error of a log-probability.
+    """A sentence that says why a result is wrong, or None; and the largest error of a log-probability.
 
     Args:
         case: The case.
         x: The logits.
-        found: Of `sample` (tokens, …), of `topk_logprobs` (values, tokens, …) where log-probabilities may follow.
+        found: (tokens, …) of `sample`, (values, tokens, …) of `topk_logprobs`; log-probabilities may follow.
         seed: Seeds of the rows, for our function: the result then has to be exact.
     """
     import torch
@@ -106,7 +106,7 @@ def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) ->
 def wrong_drafts(
     case: TokenCase, target: Any, drafts: Any, draft: Any, found: Any, seed: Any = None
 ) -> tuple[str | None, float]:  # fmt: skip
-    """What is wrong with a result of `verify`, as `wrong`.
+    """The same for a result of `verify`.
 
     Args:
         case: The case.
