@@ -153,10 +153,12 @@ def check_logits(library: Library, caller: str, argument: str, x: Any, other: st
     library.check_array(caller, other, target)
     if library.kind_of(x) != "floating":
         swapped = f"; are {argument} and {other} swapped?" if library.kind_of(target) == "floating" else ""
-        # PyTorch's error, which is a RuntimeError too.
-        raise NotImplementedError(
-            f"{caller}: {argument} must be floating point of 16 to 64 bits, got {x.dtype}{swapped}"
-        )
+        raise not_floating(caller, argument, x, swapped)
+
+
+def not_floating(caller: str, argument: str, x: Any, hint: str = "") -> NotImplementedError:
+    """The error for logits of another dtype, which is PyTorch's and a RuntimeError too; `hint` is the end of it."""
+    return NotImplementedError(f"{caller}: {argument} must be floating point of 16 to 64 bits, got {x.dtype}{hint}")
 
 
 def check_index(library: Library, caller: str, argument: str, x: Array, index: Array, rows: tuple[int, ...]) -> None:

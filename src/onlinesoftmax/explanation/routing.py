@@ -180,9 +180,7 @@ def _call_in_jax(
 
 def _kernel(call: Call, dtype: str, width: int, framework: str, device: Device, named: bool) -> RouteKernel | str:
     """The kernel of a call; or, in one sentence, why none takes it."""
-    if device.kind != "cuda":
-        return f"{device.name} is no NVIDIA GPU"
-    if not named and (reason := why_no_cuda(framework)):
+    if reason := why_no_cuda(framework, device, named):
         return reason
     shape = source.kernel_of(call, dtype, width, device)
     if isinstance(shape, str):

@@ -12,7 +12,7 @@ from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..sampling.kernels import unfiltered
 from ..sampling.kernels.source import MOST_TOP, shape_of
-from ..sampling.kernels.which_kernel import is_unfiltered, refusal
+from ..sampling.kernels.which_kernel import is_unfiltered, lists_at_most, needs_more_memory, refusal
 from ..sampling.rules import checked_parameters
 from .rows import described, sizes_of
 from .ways import EAGER, OtherWay, WayExplanation, why_no_cuda
@@ -209,16 +209,14 @@ def explain_sample(problem: Asked, device: Device, named: bool) -> SampleExplana
 
 def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
     """The kernel of a call; or, in one sentence, why none takes it."""
-    if device.kind != "cuda":
-        return f"{device.name} is no NVIDIA GPU"
+    if reason := why_no_cuda(problem.framework, device, named):
+        return reason
     dtype, before = problem.dtype, ""
     if not problem.adjacent:
         before = "PyTorch copies the logits, so that those of a row are adjacent; then "
     if problem.options:
         dtype = "float64" if dtype == "float64" else "float32"
         before = f"{'PyTorch' if problem.framework == 'torch' else 'XLA'} writes the scores in {dtype}; then "
-    if not named and (reason := why_no_cuda(problem.framework)):
-        return reason
     rows, tokens, filters, top = problem.rows, problem.tokens, problem.filters, problem.top
     if reason := refusal(dtype, rows, device):
         return reason
@@ -227,10 +225,10 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
         reason = f"{before}one read of the logits, of which nothing is held"
         return Kernel(UNFILTERED, shape.cluster, shape.threads, reason)
     if top > MOST_TOP:
-        return f"a kernel lists at most {MOST_TOP} tokens"
+        return lists_at_most(MOST_TOP)
     filtered = shape_of(rows, tokens, dtype, True, device, problem.listed)
     if filtered is None:
-        return f"the blocks of a row need more shared memory than those of {device.name} have"
+        return needs_more_memory(device)
     reason = f"{before}it lists the largest tokens, in {reads_of(filters)}"
     return Kernel(FILTERED, filtered.cluster, filtered.threads, reason)
 

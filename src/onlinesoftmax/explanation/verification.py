@@ -197,9 +197,7 @@ def explain_verify(problem: Drafts, device: Device, named: bool) -> VerifyExplan
 def _kernels(problem: Drafts, device: Device, named: bool) -> VerifyKernels | str:
     """The kernels of a call; or, in one sentence, why none take it."""
     q = problem
-    if device.kind != "cuda":
-        return f"{device.name} is no NVIDIA GPU"
-    if not named and (reason := why_no_cuda(q.framework)):
+    if reason := why_no_cuda(q.framework, device, named):
         return reason
     shapes = shapes_of(q.rows, q.n, q.tokens, (q.dtype, True, q.draft_logits), device, q.listed)
     if isinstance(shapes, str):

@@ -114,9 +114,18 @@ class WayExplanation(ABC):
         return "\n".join([*lines, *(f"  not {other.name}: {other.why_not}" for other in self.others)])
 
 
-def why_no_cuda(framework: str) -> str | None:
-    """The reason why a framework cannot call the CUDA kernels here; None where it can.
+def why_no_cuda(framework: str, device: Device, named: bool) -> str | None:
+    """The reason why a framework cannot call the CUDA kernels on a device; None where it can.
 
     JAX can compile a program for a GPU elsewhere, so without a driver there is no reason.
+
+    Args:
+        framework: "torch" or "jax".
+        device: The device.
+        named: True for a device that this machine need not have.
     """
+    if device.kind != "cuda":
+        return f"{device.name} is no NVIDIA GPU"
+    if named:
+        return None
     return xla_handler.unavailable() if framework == "jax" else registry.unavailable("cuda")

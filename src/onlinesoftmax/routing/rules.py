@@ -6,7 +6,7 @@ import math
 from enum import Enum
 from typing import Any, NamedTuple
 
-from ..core.arguments import Library, check_flags
+from ..core.arguments import Library, check_flags, not_floating
 from ..core.arrays import Array, broadcasts
 from ..core.options import is_number
 
@@ -148,7 +148,7 @@ def check_logits(library: Library, logits: Any) -> None:
     caller = "route()"
     library.check_array(caller, "logits", logits)
     if library.kind_of(logits) != "floating":
-        raise NotImplementedError(f"{caller}: logits must be floating point of 16 to 64 bits, got {logits.dtype}")
+        raise not_floating(caller, "logits", logits)
     if not logits.ndim:
         raise ValueError(f"{caller}: logits must have a dimension of experts, got a number")
 

@@ -188,7 +188,7 @@ def mass_of(of: Functions, top_p: Array, total: Array) -> Array:
 
 
 def reaching_min_p(of: Functions, kept: Array, z: Array, temperature: Array, given: Parameters) -> Array:
-    """Of the kept tokens, those that min_p keeps; z are the scores less the largest."""
+    """True for the kept tokens that min_p keeps too; z are the scores less the largest."""
     if given.min_p is None:
         return kept
     return kept & (z >= temperature * of.xp.log(of.xp.clip(given.min_p, 0.0, 1.0)))

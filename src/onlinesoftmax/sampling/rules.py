@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arguments import Library, check_index, check_options, checked_dim, checked_number
+from ..core.arguments import Library, check_index, check_options, checked_dim, checked_number, not_floating
 from ..core.arrays import Array
 from ..core.call import Call, Settings
 from ..core.options import LARGEST_FLOAT32, ScoreOptions, checked_options, is_number
@@ -102,7 +102,7 @@ def checked_part(
     if type(logits).__name__ == "DTensor":
         raise TypeError(f"{caller}: {argument} is a DTensor, which this function does not take; pass its full_tensor()")
     if library.kind_of(logits) != "floating":
-        raise NotImplementedError(f"{caller}: {argument} must be floating point of 16 to 64 bits, got {logits.dtype}")
+        raise not_floating(caller, argument, logits)
     axis = checked_dim(name, dim, logits.ndim)
     given = checked_options(name, *options, False, "nan")
     check_options(library, Call(OPERATIONS["softmax"], logits, Settings(axis), given, None), name)

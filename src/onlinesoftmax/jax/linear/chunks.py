@@ -31,6 +31,11 @@ def logits_of(x: Array, weight: Array, bias: Array | None, padding: int = 0) -> 
     return jax.lax.dynamic_update_slice_in_dim(z, last, z.shape[1] - padding, 1)
 
 
+def pad_classes(t: Array, padding: int) -> Array:
+    """An array of classes with zeros for as many more."""
+    return jnp.pad(t, [(0, padding), *[(0, 0)] * (t.ndim - 1)])
+
+
 TILE = 64
 """Tokens or columns of a tile of a product."""
 

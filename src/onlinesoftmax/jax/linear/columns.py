@@ -20,7 +20,7 @@ from ..shards import Run, states
 from ..signature import Names, Signature, Values
 from . import rows
 from .call import HeadCall, Shards, columns_at_once, layout, types
-from .chunks import in_chunks, logits_of, product
+from .chunks import in_chunks, logits_of, pad_classes, product
 
 COTANGENTS = ("dy", "dlse", "dentropy")
 """Gradients of the results; dlse and dentropy are 0 where they are missing."""
@@ -91,8 +91,8 @@ def gradient(run: Run, call: HeadCall, shards: Shards, arrays: Values) -> Values
     found = in_chunks(classes, chunk, of_chunk, ("dx",))
     if "dx" in found:
         found["dx"] = _total(found["dx"], shards.of_input).astype(x.dtype)
-    left = [(0, call.padding - padding)]
-    return {name: t if name == "dx" else jnp.pad(t, [*left, *[(0, 0)] * (t.ndim - 1)]) for name, t in found.items()}
+    left = call.padding - padding
+    return {name: pad_classes(t, left) if left and name != "dx" else t for name, t in found.items()}
 
 
 def _for_chunks(call: HeadCall, arrays: Values, chunk: int) -> tuple[Values, int]:

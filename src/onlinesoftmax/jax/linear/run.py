@@ -30,6 +30,7 @@ from .arguments import (
     constant,
 )
 from .call import CONSTANT, HeadCall, takes_columns
+from .chunks import pad_classes
 from .gradients import Inputs, known_factor, later_factor, log_probabilities
 
 MULTIPLE = 64
@@ -169,13 +170,10 @@ def _padding(head: Head) -> int:
 
 def _inputs(head: Head, call: HeadCall) -> Inputs:
     """Input, weight and bias, the last two with the padding of the call."""
-
-    def padded(t: Array) -> Array:
-        return jnp.pad(t, ((0, call.padding), *[(0, 0)] * (t.ndim - 1)))
-
     if not call.padding:
         return head.x, head.weight, head.bias
-    return head.x, padded(head.weight), None if head.bias is None else padded(head.bias)
+    bias = None if head.bias is None else pad_classes(head.bias, call.padding)
+    return head.x, pad_classes(head.weight, call.padding), bias
 
 
 def _scale(head: Head) -> Values:

@@ -14,7 +14,7 @@ from ...core.device import Device
 from ...kernels.cuda.arguments import OwnLaunch
 from ...sampling.kernels import source, topk, unfiltered
 from ...sampling.kernels import verify as verification
-from ...sampling.kernels.which_kernel import is_unfiltered, refusal
+from ...sampling.kernels.which_kernel import is_unfiltered, lists_at_most, needs_more_memory, refusal
 from .. import cuda_call
 from ..kernel_or_formula import Planned
 from ..signature import Values
@@ -44,12 +44,12 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
     else:
         found = source.shape_of(rows, cols, dtype, aligned, device)
         if listed > source.MOST_TOP:
-            return f"a kernel lists at most {source.MOST_TOP} tokens"
+            return lists_at_most(source.MOST_TOP)
         if found is None:
-            return f"the blocks of a row need more shared memory than those of {device.name} have"
+            return needs_more_memory(device)
         numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), listed, *source.ABSENT), "sample.cuh"
         launch = source.KERNEL.launch(found, numbers, rows, found.dynamic_bytes)
-    results = _types((rows,), token="int64", logprob="float32", lse="float32", kept="int64", valid="bool")
+    results = _types((rows,), **_OF_ROWS)
     if listed:
         results |= _types((rows, listed), top_tokens="int64", top_logprobs="float32")
     return _plan(file, launch), partial(_sampled, launch, device, operands, results, top, most)
@@ -77,10 +77,10 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
         return reason
     with_target = "target" in operands
     if k > topk.MOST:
-        return f"a kernel lists at most {topk.MOST} tokens"
+        return lists_at_most(topk.MOST)
     found = topk.shape_of(rows, cols, k, dtype, aligned, with_target, device)
     if found is None:
-        return f"the blocks of a row need more shared memory than those of {device.name} have"
+        return needs_more_memory(device)
     launch = topk.KERNEL.launch(found, (*_sizes(cols, found.cluster), k), rows, found.dynamic_bytes)
     results = {
         **_types((rows, k), values="float32", indices="int64", logprobs="float32"), **_types((rows,), lse="float32"),
@@ -137,9 +137,11 @@ def _verified(launches: list[OwnLaunch], device: Device, operands: Values, model
     return [t.reshape(*shape, *t.shape[1:]) for t in decided.values()]
 
 
-_OF_POSITIONS = {
-    "token": "int64", "logprob": "float32", "lse": "float32", "kept": "int64", "valid": "bool", "top_tokens": "int64",
-    "top_logprobs": "float32", "kept_key": "uint64", "kept_sum": "float64",
+_OF_ROWS = {"token": "int64", "logprob": "float32", "lse": "float32", "kept": "int64", "valid": "bool"}
+"""Results of the kernels of `sample` for each row."""
+
+_OF_POSITIONS = _OF_ROWS | {
+    "top_tokens": "int64", "top_logprobs": "float32", "kept_key": "uint64", "kept_sum": "float64",
 }  # fmt: skip
 """Results of sample.cuh for the positions of drafts."""
 

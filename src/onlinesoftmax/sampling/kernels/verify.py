@@ -8,7 +8,7 @@ from ...core.device import Device
 from ...kernels.cuda.arguments import OwnKernel
 from . import source, unfiltered
 from .source import constants_of
-from .which_kernel import refusal
+from .which_kernel import needs_more_memory, refusal
 
 FILES = (
     "row/warp_shuffle", "channel/barrier", "channel/cluster_messages", "channel/cluster_words", "scores", "noise",
@@ -95,7 +95,7 @@ def shapes_of(
     for count in each:
         found = source.shape_of(rows * count, cols, dtype, aligned, device, listed)
         if found is None:
-            return f"the blocks of a row need more shared memory than those of {device.name} have"
+            return needs_more_memory(device)
         positions.append(found)
     return Shapes(tuple(positions), each, shape_of(rows, cols, dtype, aligned, len(each) == 2, device))
 

@@ -1,4 +1,4 @@
-"""The calls of `sample` that kernels take; `explain` asks the same functions."""
+"""The calls of sampling that kernels take, and why they take no others; `explain` asks the same functions."""
 
 from __future__ import annotations
 
@@ -21,6 +21,16 @@ def refusal(dtype: str, rows: int, device: Device) -> str | None:
     if dtype not in DTYPES:
         return f"kernels read {', '.join(DTYPES)}, and the logits have {dtype}"
     return None if rows else "there are no rows"
+
+
+def lists_at_most(most: int) -> str:
+    """Why no kernel takes a call that lists more than `most` tokens."""
+    return f"a kernel lists at most {most} tokens"
+
+
+def needs_more_memory(device: Device) -> str:
+    """Why no kernel takes rows whose blocks do not fit in shared memory."""
+    return f"the blocks of a row need more shared memory than those of {device.name} have"
 
 
 def is_unfiltered(filters: bool, top: int) -> bool:
