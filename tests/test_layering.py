@@ -50,7 +50,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("linear.module",),
     ("routing",),
     ("routing.module",),
-    ("nn", "overrides", "sampling", "sampling.run"),
+    ("nn", "overrides", "sampling"),
     ("",),
     ("lab", "lab.names", "lab.jax_on_torch"),
     ("lab.verify",),
@@ -62,7 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Bottom first.  A name stands for a module, or for a package and all in it; "" is the public face, __init__.py.  The
 kernels that an operation brings stand in its room, and import the parts of the others.  The public functions of a head
-stand in linear/__init__.py, those of routing and sampling in routing/__init__.py, sampling/__init__.py and run.py.
+stand in linear/__init__.py, those of routing and sampling in routing/__init__.py and sampling/__init__.py.
 
 Nothing that users import stands above `lab`, which measures it; only the command line imports `lab`.
 """

@@ -375,25 +375,3 @@ def test_topk_logprobs_have_gradients_and_options() -> None:
         osm.topk_logprobs(z, 13)
     with pytest.raises(ValueError, match="target has shape"):
         osm.topk_logprobs(z, 3, target=torch.zeros(4, dtype=torch.int64))
-
-
-def test_topk_logprobs_are_one_operator_in_a_trace() -> None:
-    z = torch.randn(3, 40, generator=torch.Generator().manual_seed(9)).requires_grad_()
-    target, mask = torch.tensor([4, 0, 50]), torch.arange(40) % 5 != 2
-    compiled = torch.compile(
-        lambda z: osm.topk_logprobs(z, 6, target=target, mask=mask), backend="aot_eager", fullgraph=True
-    )
-    got, want = compiled(z), osm.topk_logprobs(z, 6, target=target, mask=mask)
-    assert all(torch.allclose(a.float(), b.float(), equal_nan=True) for a, b in zip(got, want, strict=True))
-    dx, wanted = (torch.autograd.grad(t.logprobs.sum() + t.lse.sum(), z)[0] for t in (got, want))
-    assert torch.allclose(dx, wanted)
-    torch.library.opcheck(torch.ops.onlinesoftmax.topk_logprobs, (z.detach(), target.clamp(max=39), 6))
-
-
-def test_sampling_is_traced_whole() -> None:
-    z = torch.randn(3, 40)
-    step = torch.compile(lambda x, s: osm.sample(x, top_p=0.9, seed=s)[:2], backend="eager", fullgraph=True)
-    seeds = torch.arange(3)
-    got, want = step(z, seeds), osm.sample(z, top_p=0.9, seed=seeds)
-    assert torch.equal(got[0], want.token)
-    assert torch.equal(got[1], want.logprob)

@@ -52,21 +52,20 @@ def _finite_power_of_two(n: Tensor) -> Tensor:
     return ((n + _number(127.0)) * _number(2.0**23)).int().view(torch.float32)
 
 
-@cache
-def choosing(finite: bool = False) -> selection.Functions:
-    """PyTorch's functions for the choice of experts; `finite` for tensors of a CPU whose numbers are finite."""
-    return selection.Functions(
-        namespace(torch.empty(0)), exact=lambda t: t, rounded=lambda t: t, double=Tensor.double, single=Tensor.float,
-        bounded=torch.clamp, power_of_two=_finite_power_of_two if finite else _power_of_two, sqrt=torch.sqrt,
-        log1p=torch.log1p, largest=_largest, sorted=lambda t: t.sort(-1).values, take=_take,
-        number=_number if finite else float,
-    )  # fmt: skip
+_ARRAYS = namespace(torch.empty(0))
 
+CHOOSING = selection.Functions(
+    _ARRAYS, exact=lambda t: t, rounded=lambda t: t, double=Tensor.double, single=Tensor.float, bounded=torch.clamp,
+    power_of_two=_power_of_two, sqrt=torch.sqrt, log1p=torch.log1p, largest=_largest,
+    sorted=lambda t: t.sort(-1).values, take=_take, number=float,
+)  # fmt: skip
+"""PyTorch's functions for the choice of experts."""
 
-@cache
-def functions() -> formulas.Functions:
-    """PyTorch's functions for the formulas."""
-    return formulas.Functions(namespace(torch.empty(0)), torch.sqrt, torch.log1p, Tensor.detach, _take, _softmax)
+CHOOSING_FINITE = CHOOSING._replace(power_of_two=_finite_power_of_two, number=_number)
+"""The same for tensors of a CPU whose numbers are finite."""
+
+FUNCTIONS = formulas.Functions(_ARRAYS, torch.sqrt, torch.log1p, Tensor.detach, _take, _softmax)
+"""PyTorch's functions for the formulas."""
 
 
 def _is_finite(*tensors: Tensor | None) -> bool:
@@ -97,7 +96,8 @@ def _chosen(call: Call, x: Tensor, finite: bool) -> Tensor:
     """`choose`, of logits in the dtype of the arithmetic; `finite` where all logits and biases are."""
     experts = call.rule.experts
     if call.indices is None:
-        indices = selection.chosen(choosing(finite), x, call.bias, call.rule, x.dtype == torch.float64, finite).int()
+        of = CHOOSING_FINITE if finite else CHOOSING
+        indices = selection.chosen(of, x, call.bias, call.rule, x.dtype == torch.float64, finite).int()
     else:
         indices = call.indices.masked_fill((call.indices < 0) | (call.indices >= experts), -1)
     return indices if call.mask is None else indices.masked_fill(~call.mask.unsqueeze(1), -1)
@@ -113,7 +113,7 @@ def found_at(call: Call, indices: Tensor, complete: bool = False, finite: bool =
         finite: True where the caller knows that all logits and biases are finite too, and needs no gradient.
     """
     x = _wide(call.x)
-    found = formulas.results_of(functions(), x, call.bias, indices, call.rule, call.prob_sums, complete, finite)
+    found = formulas.results_of(FUNCTIONS, x, call.bias, indices, call.rule, call.prob_sums, complete, finite)
     sums, counts = None, None
     if found.probabilities is not None:
         sums = found.probabilities.reshape(call.sequences, call.tokens, call.rule.experts).sum(1)
@@ -212,7 +212,7 @@ def gradient(call: Call, found: Routed, given: Gradients, complete: bool = False
         given: Gradients of the results.
         complete: True where the caller knows that no index is -1.
     """
-    of, rule, indices = functions(), call.rule, found.indices
+    of, rule, indices = FUNCTIONS, call.rule, found.indices
     x, lse, dlse = _wide(call.x), found.lse.unsqueeze(1), given.lse
     valid = None if complete else (indices >= 0).any(1, keepdim=True)
     x = x if valid is None else torch.where(valid, x, 0.0)
@@ -254,7 +254,7 @@ def _of_weights(call: Call, x: Tensor, found: Routed, dw: Tensor) -> tuple[Tenso
         x: Logits (T, experts).
         dw: Gradient of the weights.
     """
-    of, rule, w = functions(), call.rule, found.weights
+    of, rule, w = FUNCTIONS, call.rule, found.weights
     if rule.score is Score.SOFTMAX:
         # An expert that is out, and one whose weight underflows, has the weight 0.
         at = (w * dw).masked_fill(w == 0, 0.0)
@@ -278,7 +278,7 @@ def _of_weights(call: Call, x: Tensor, found: Routed, dw: Tensor) -> tuple[Tenso
 
 def _of_probabilities(x: Tensor, rule: Rule, dp: Tensor) -> Tensor:
     """The gradient of the logits (T, experts), of that of their probabilities, for a score that is not softmax."""
-    of, out = functions(), x == -math.inf
+    of, out = FUNCTIONS, x == -math.inf
     if rule.score is Score.IDENTITY:
         return torch.where(out, 0.0, dp)
     x = x.masked_fill(out, 0.0)
@@ -302,5 +302,5 @@ def _slope(x: Tensor, rule: Rule) -> Tensor:
         # The sigmoid of PyTorch's operation is 0 below -89.
         t = (-x.abs()).exp()
         return t / (1.0 + t).square()
-    s, low = formulas.score_of(functions(), x, rule), x < formulas.LOWEST
+    s, low = formulas.score_of(FUNCTIONS, x, rule), x < formulas.LOWEST
     return torch.where(low, s * 0.5, x.sigmoid() / (2.0 * s.masked_fill(low, 1.0)))

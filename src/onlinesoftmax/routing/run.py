@@ -28,7 +28,7 @@ def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
         dense: True to return the weight of every expert.
     """
     x = call.x
-    if is_traced(x):
+    if is_traced(x) and not is_transformed():
         found = _by_operator(call)
     elif type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
         found = eager.found_at(call, eager.choose(call))

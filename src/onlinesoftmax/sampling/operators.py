@@ -1,9 +1,11 @@
-"""`topk_logprobs` of rows as a custom operator of PyTorch: opaque to torch.compile and torch.export.
+"""Sampling from flat rows as custom operators of PyTorch: opaque to torch.compile and torch.export.
 
-The operator has no gradient.  Where one is wanted, its tokens are passed to log-probabilities that have one.
+They have no gradient.  Where `topk_logprobs` needs one, its tokens are passed to log-probabilities that have one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -12,9 +14,40 @@ from ..torch.arguments import TORCH
 from ..torch.formulas import accumulator_of
 from ..torch.namespace import NAMESPACE
 from .arguments import Logits
+from .rules import Parameters
+from .run import sample_flat, verify_flat
 from .topk import found_of
 
 Tensor = torch.Tensor
+
+_PARAMETERS = "Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, bool first, SymInt? most"
+"""The fields of `Parameters`."""
+
+
+def _sample(z: Tensor, *rest: Any) -> list[Tensor]:
+    """`sample_flat` of z and parameters, seed, offset, raw, top and most: the fields that are not None."""
+    *fields, support = sample_flat(z, Parameters(*rest[:6]), *rest[6:])
+    return [t.contiguous() for t in (*fields, *(support or ())) if t is not None]
+
+
+def _fake_sample(z: Tensor, *rest: Any) -> list[Tensor]:
+    rows, (top, most) = z.shape[0], rest[-2:]
+    whole, real = (z.new_empty(rows, dtype=dtype) for dtype in (torch.int64, accumulator_of(z.dtype, z.dtype)))
+    found = [whole, real, torch.empty_like(real), torch.empty_like(whole), z.new_empty(rows, dtype=torch.bool)]
+    if top:
+        found += [whole.new_empty(rows, top), real.new_empty(rows, top)]
+    return found + ([whole.new_empty(rows * most), whole.new_empty(rows + 1)] if most else [])
+
+
+def _verify(z: Tensor, drafts: Tensor, draft: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
+    """`verify_flat` of these and parameters, seed and offset."""
+    return tuple([t.contiguous() for t in verify_flat(z, drafts, draft, Parameters(*rest[:6]), *rest[6:])])
+
+
+def _fake_verify(z: Tensor, drafts: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    rows, n = drafts.shape
+    tokens, logprobs = drafts.new_empty(rows, n + 1), z.new_empty(rows, n + 1, dtype=accumulator_of(z.dtype, z.dtype))
+    return drafts.new_empty(rows), tokens, logprobs, z.new_empty(rows, dtype=torch.bool)
 
 
 def _listed(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
@@ -24,7 +57,7 @@ def _listed(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
     return [t.contiguous() for t in (*found[:3], found.lse, *found[3:5]) if t is not None]
 
 
-def _fake(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
+def _fake_listed(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
     wide, rows = accumulator_of(z.dtype, z.dtype), z.shape[0]
     dtypes = [wide, torch.int64] if target is not None else []
     values, lse = z.new_empty(rows, k, dtype=wide), z.new_empty(rows, dtype=wide)
@@ -32,5 +65,16 @@ def _fake(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
     return [values, indices, torch.empty_like(values), lse, *of_target]
 
 
-_SCHEMA = "(Tensor z, Tensor? target, int k) -> Tensor[]"
-torch.library.custom_op(f"{NAMESPACE}::topk_logprobs", _listed, mutates_args=(), schema=_SCHEMA).register_fake(_fake)
+for _name, _run, _fake, _schema in (
+    ("topk_logprobs", _listed, _fake_listed, "(Tensor z, Tensor? target, int k) -> Tensor[]"),
+    (
+        "sample", _sample, _fake_sample,
+        f"(Tensor z, {_PARAMETERS}, Tensor seed, Tensor offset, bool raw, SymInt top, SymInt most_kept) -> Tensor[]",
+    ),
+    (
+        "verify", _verify, _fake_verify,
+        f"(Tensor z, Tensor drafts, Tensor? draft, {_PARAMETERS}, Tensor seed, Tensor offset) "
+        "-> (Tensor, Tensor, Tensor, Tensor)",
+    ),
+):  # fmt: skip
+    torch.library.custom_op(f"{NAMESPACE}::{_name}", _run, mutates_args=(), schema=_schema).register_fake(_fake)

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 
 from ..torch.fast_path import is_transformed
-from ..torch.formulas import PLAIN_TYPES
+from ..torch.formulas import PLAIN_TYPES, accumulator_of
 from ..torch.gradients import adjacent, is_traced, reads_cuda
+from ..torch.namespace import NAMESPACE
 from .arguments import Logits
 from .eager import sample_rows, support_of, verify_rows
 from .order import largest
-from .results import Sampled, Verified
+from .results import Sampled, Support, Verified
 from .rules import Parameters
 from .topk import topk_logprobs
 
-__all__ = ["sample", "topk_logprobs", "verify"]
+__all__ = ["sample", "sample_flat", "topk_logprobs", "verify", "verify_flat"]
 
 Tensor = torch.Tensor
 
@@ -35,14 +36,25 @@ def sample(
         top: Number of the largest log-probabilities to return.
         most: Most tokens of a row in the support; 0 for no support.
     """
+    z, rows = logits.as_rows(), logits.rows
+    way = _sample_by_operator if _is_opaque(z) else sample_flat
+    found = way(z, parameters, seed, offset, raw, top, most)
+    fields: list[Any] = [None if t is None else t.reshape(rows + t.shape[1:]) for t in found[:7]]
+    return Sampled(*[*fields, found.support])
+
+
+def sample_flat(
+    z: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int, most: int
+) -> Sampled:
+    """`sample` of scores (rows, tokens), by a kernel or in PyTorch's operations."""
     given, listed = (parameters, seed, offset, raw), max(top, most)
-    found, tokens = _by_kernel(logits, *given, listed), None
+    found, tokens = _sample_by_kernel(z, *given, listed), None
     if found is None and listed > top:
         # A kernel may list fewer tokens than the support needs.
-        found = _by_kernel(logits, *given, top)
-        tokens = None if found is None else largest(logits.scores(), most)
+        found = _sample_by_kernel(z, *given, top)
+        tokens = None if found is None else largest(z, most)
     by_kernel = found is not None
-    found = found or sample_rows(logits.scores(), *given, listed)
+    found = found or sample_rows(_wide(z), *given, listed)
     tops: list[Any] = [found.top_tokens, found.top_logprobs]
     support = None
     if most and by_kernel:
@@ -51,29 +63,46 @@ def sample(
         support = support_launch.support((tops[0] if tokens is None else tokens).contiguous(), found.kept, most)
     elif most:
         support = support_of(tops[0][:, :most], found.kept)
-    tops = [t[:, :top] if top else None for t in tops]
-    of_rows: list[Any] = [None if t is None else t.reshape(logits.rows + t.shape[1:]) for t in (*found[:5], *tops)]
-    return Sampled(*[*of_rows, support])
+    fields: list[Any] = [*found[:5], *[t[:, :top] if top else None for t in tops], support]
+    return Sampled(*fields)
 
 
-def _by_kernel(
-    logits: Logits, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int
+def _sample_by_kernel(
+    z: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int
 ) -> Sampled | None:
-    """`sample` of flat rows by a kernel; None where none takes the call."""
-    if not _kernels_take(logits):
+    """`sample` of scores (rows, tokens) by a kernel; None where none takes the call."""
+    if not _kernels_take(z):
         return None
     from .kernels import sample_launch
 
-    x = adjacent(logits.as_rows())
+    x = adjacent(z)
     run = sample_launch.bind(x, (len(x),), parameters, raw, top)
     return None if run is None else run(x, parameters.temperature, seed, offset, parameters[1:4])
 
 
-def _kernels_take(logits: Logits) -> bool:
-    """True where our kernels may take a call."""
-    x = logits.x
-    plain = type(x) in PLAIN_TYPES and not is_traced(x) and not is_transformed()
-    return plain and reads_cuda(x) and x.dtype != torch.float64
+def _sample_by_operator(
+    z: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int, most: int
+) -> Sampled:
+    """`sample_flat` as an operator."""
+    found = getattr(torch.ops, NAMESPACE).sample(z, *parameters, seed, offset, raw, top, most)
+    fields: list[Any] = [*found[:5], *(found[5:7] if top else (None, None)), Support(*found[-2:]) if most else None]
+    return Sampled(*fields)
+
+
+def _kernels_take(z: Tensor) -> bool:
+    """True where our kernels may take scores."""
+    plain = type(z) in PLAIN_TYPES and not is_traced(z) and not is_transformed()
+    return plain and reads_cuda(z) and z.dtype != torch.float64
+
+
+def _is_opaque(z: Tensor) -> bool:
+    """True where a trace gets an operator, because our kernels may take the scores when it runs."""
+    return is_traced(z) and not is_transformed() and z.is_cuda and z.dtype != torch.float64
+
+
+def _wide(z: Tensor) -> Tensor:
+    """Scores in float32 or float64."""
+    return z.to(accumulator_of(z.dtype, z.dtype))
 
 
 @torch.no_grad()
@@ -90,26 +119,31 @@ def verify(
         seed, offset: What the noise of the first position of each row is made of.
     """
     *rows, n = drafts.shape
-    left = _verify_by_kernel(target, drafts, draft, parameters, seed, offset)
-    if left is None:
-        scores = target.scores(), None if draft is None else draft.scores()
-        left = verify_rows(scores, drafts.reshape(seed.shape[0], n).long(), parameters, seed, offset)
+    z, other = target.as_rows(), None if draft is None else draft.as_rows()
+    if other is not None and other.dtype != z.dtype:
+        z, other = _wide(z), _wide(other)
+    way = _verify_by_operator if _is_opaque(z) else verify_flat
+    left = way(z, drafts.reshape(seed.shape[0], n).long(), other, parameters, seed, offset)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
 
 
-def _verify_by_kernel(
-    target: Logits, drafts: Tensor, draft: Logits | None, parameters: Parameters, seed: Tensor, offset: Tensor
-) -> Verified | None:
-    """`verify` of flat rows by kernels; None where none takes the call."""
-    logits = [target] if draft is None else [target, draft]
-    if not all(map(_kernels_take, logits)):
-        return None
-    from .kernels import verify_launch
+def verify_flat(
+    z: Tensor, drafts: Tensor, draft: Tensor | None, parameters: Parameters, seed: Tensor, offset: Tensor
+) -> Verified:
+    """`verify` of scores (rows * (n + 1), tokens) and (rows * n, tokens), and int64 drafts (rows, n)."""
+    if _kernels_take(z):
+        from .kernels import verify_launch
 
-    same = logits[0].x.dtype == logits[-1].x.dtype
-    models = [adjacent(x.as_rows() if same else x.scores()) for x in logits]
-    run = verify_launch.bind(models, tuple(seed.shape), drafts.shape[-1], parameters)
-    if run is None:
-        return None
-    x, other = models[0], None if draft is None else models[1]
-    return run(x, drafts.long().contiguous(), other, parameters.temperature, seed, offset, parameters[1:4])
+        models = [adjacent(t) for t in (z, draft) if t is not None]
+        run = verify_launch.bind(models, tuple(seed.shape), drafts.shape[-1], parameters)
+        if run is not None:
+            operands = parameters.temperature, seed, offset, parameters[1:4]
+            return run(models[0], drafts.contiguous(), None if draft is None else models[1], *operands)
+    return verify_rows((_wide(z), None if draft is None else _wide(draft)), drafts, parameters, seed, offset)
+
+
+def _verify_by_operator(
+    z: Tensor, drafts: Tensor, draft: Tensor | None, parameters: Parameters, seed: Tensor, offset: Tensor
+) -> Verified:
+    """`verify_flat` as an operator."""
+    return Verified(*getattr(torch.ops, NAMESPACE).verify(z, drafts, draft, *parameters, seed, offset))

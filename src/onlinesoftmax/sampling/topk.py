@@ -37,9 +37,11 @@ def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     """
     x = logits.x
     check_scale_is_constant(f"{logits.name}()", logits.options)
-    if is_traced(x) and x.numel():
+    transformed = is_transformed()
+    # The operator has no rule for vmap.
+    if is_traced(x) and not transformed and x.numel():
         return _by_operator(logits, k, target)
-    if type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
+    if type(x) not in PLAIN_TYPES or transformed or not x.numel():
         return _at(logits, *_order_of(logits, k, target), target)
     if torch.is_grad_enabled() and x.requires_grad:
         return TopLogprobs(*Listed.apply(x, How(logits._replace(x=None), k, None), target))
