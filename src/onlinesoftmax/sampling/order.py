@@ -26,7 +26,8 @@ def largest(z: Tensor, k: int) -> Tensor:
     columns = z.shape[1]
     if 0 < k < columns and z.shape[0] and is_readable(z):
         return _largest_on_cpu(z, k)
-    if z.dtype == torch.float64 or columns > _LOW or k == columns:
+    # PyTorch 2.11 has no rule of vmap for the bits of a tensor.
+    if z.dtype == torch.float64 or columns > _LOW or k == columns or is_transformed():
         return torch.sort(z, dim=-1, descending=True, stable=True).indices[:, :k]
     # torch.topk promises no order of equal numbers.  A score and its column in one integer are never equal to others.
     keys = (ordered(torch, z.float()).long() << 32) + (_LOW - torch.arange(columns, device=z.device))
