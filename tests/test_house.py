@@ -125,6 +125,18 @@ def test_the_search_finds_every_form_of_comparison() -> None:
     }
 
 
+def test_types_are_asked_for_in_tuples() -> None:
+    """torch.compile of PyTorch 2.9 and 2.10 cannot trace `isinstance(x, int | float)`."""
+    unions = [
+        f"{name(path)}:{node.lineno}"
+        for path in PYTHON
+        for node in nodes_of(path)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass")
+        if any(isinstance(part, ast.BinOp) for part in ast.walk(node.args[1])) and "None" not in ast.unparse(node)
+    ]
+    assert unions == []
+
+
 def test_signatures_are_narrow() -> None:
     public = {*onlinesoftmax.__all__, *OPERATIONS, "apply_file", "explain"}
     wide = []

@@ -75,7 +75,7 @@ def check(x: Tensor, cluster: int, folder: Path, top: int, lists: source.Lists =
         checked_logits("sample", x, 1, 1.0, None, None, None), *filters.values(), given.get("ties", "keep")
     )
     columns = parameters.map(lambda t: t[:, None])
-    order = FUNCTIONS.order(x.float(), columns.filters)
+    order = FUNCTIONS.order(x.float(), columns.is_filtered())
     want = distribution_of(FUNCTIONS, x.float(), order, columns)
     valid = want.valid.squeeze(1)
     # Sort keys are unsigned: one with the sign of the other bit pattern has the order of signed numbers.

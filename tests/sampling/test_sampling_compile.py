@@ -108,7 +108,7 @@ def test_topk_logprobs_are_one_operator_in_a_trace() -> None:
 TRANSFORMED: dict[str, Callable[[Tensor], Tensor]] = {
     "sample": lambda x: osm.sample(x, top_k=4, seed=3).logprob,
     "topk_logprobs": lambda x: osm.topk_logprobs(x, 5).logprobs.square(),
-    "route": lambda x: osm.route(x, 4).weights.square(),
+    "route": lambda x: osm.route(x, 4, score="sigmoid").weights.square(),
 }
 
 

@@ -51,7 +51,7 @@ def guarded(command: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         return _end("interrupted", 130)
     except Exception as error:  # the user reads sentences; each kind that is foreseen has one of its own
-        if sys.flags.dev_mode and not isinstance(error, StdoutError | OSError | MemoryError):
+        if sys.flags.dev_mode and not isinstance(error, (StdoutError, OSError, MemoryError)):
             raise
         return _end(*sentence(error))
 
@@ -106,7 +106,7 @@ def sentence(error: BaseException) -> tuple[str, int]:
     if lacks_memory(error):
         return f"there is too little memory: {_first_line(_origin(error))}", FAILED
     if isinstance(error, OSError):
-        named = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
+        named = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, (str, bytes)) else ""
         return f"{named}{error.strerror or error}", WRONG if named else FAILED
     if isinstance(error, ImportError):
         return f"a package cannot be imported: {_first_line(_origin(error))}", FAILED

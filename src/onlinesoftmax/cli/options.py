@@ -52,7 +52,7 @@ class Command(TyperCommand):
         values, _, order = self.make_parser(ctx).parse_args(args=list(args))
         for option, count in Counter[Any](order).items():
             value, name = values.get(option.name), max(option.opts, key=len)
-            if "" in (value if isinstance(value, list | tuple) else (value,)):
+            if "" in (value if isinstance(value, (list, tuple)) else (value,)):
                 output.fail(f"{name if name.startswith('-') else option.metavar or name.upper()} is empty")
             if count > 1 and not (option.multiple or option.is_flag):
                 output.fail(f"{name} is given {count} times, and {ctx.info_name} takes one: run it once for each")

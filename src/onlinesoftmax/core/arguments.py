@@ -61,7 +61,7 @@ def _converted_dim(operation: str, dim: Any) -> int:
 
     A torch tensor is refused: to read one on a GPU, the host would have to wait.
     """
-    if not isinstance(dim, bool | np.bool_) and array_kind(dim) != "torch":
+    if not isinstance(dim, (bool, np.bool_)) and array_kind(dim) != "torch":
         with suppress(TypeError):
             return operator.index(dim)
     raise TypeError(f"{operation}(): argument 'dim' (position 2) must be int, not {type(dim).__name__}")
@@ -75,7 +75,7 @@ def checked_dims(operation: str, dim: Any, ndim: int) -> tuple[int, ...]:
         IndexError: a dimension is out of range.
         RuntimeError: a dimension appears twice.
     """
-    dims = tuple(checked_dim(operation, d, ndim) for d in (dim if isinstance(dim, tuple | list) else (dim,)))
+    dims = tuple(checked_dim(operation, d, ndim) for d in (dim if isinstance(dim, (tuple, list)) else (dim,)))
     for d in dims:
         if dims.count(d) > 1:
             raise RuntimeError(f"{operation}(): dim {d} appears twice in {tuple(dim)}")
@@ -104,7 +104,7 @@ def check_options(library: Library, call: Call, function: str = "") -> None:
         if option.kind == "row" and t.ndim:
             check_one_per_row(caller, name, t.shape, x.shape, checked_dims(operation, dim, x.ndim))
     if options.causal:
-        if isinstance(dim, tuple | list):
+        if isinstance(dim, (tuple, list)):
             raise ValueError(f"{caller}: causal needs one dim, got {dim}")
         query_axis(operation, checked_dim(operation, dim, x.ndim), max(x.ndim, 1))
 
@@ -118,7 +118,7 @@ def checked_number(library: Library, function: str, argument: str, value: Any, k
     if type(value) is kind:  # a symbol of a trace too, of which no methods can be asked
         return value
     is_number = hasattr(value, "__index__" if kind is int else "__float__") and not (
-        kind is int and isinstance(value, bool | np.bool_)
+        kind is int and isinstance(value, (bool, np.bool_))
     )
     if is_number and library.is_number(argument, value, kind):
         # An array of several elements, or of letters, has both methods; int() would cut off the fraction of a number.
@@ -130,7 +130,7 @@ def checked_number(library: Library, function: str, argument: str, value: Any, k
 def checked_memory(caller: str, memory: Any) -> int | None:
     """The bytes that buffers may take; None for the usual ones."""
     found = memory if type(memory) is int else None
-    if memory is not found and not isinstance(memory, bool | np.bool_):
+    if memory is not found and not isinstance(memory, (bool, np.bool_)):
         with suppress(TypeError):
             found = operator.index(memory)
     if memory is not None and found is None:

@@ -49,7 +49,7 @@ def namespace(x: Array) -> Any:
 
 def array_kind(x: Array) -> str | None:
     """Return "numpy", "torch" or "jax" by the type of x, or None for another type. No framework is imported."""
-    if isinstance(x, np.ndarray | np.generic):
+    if isinstance(x, (np.ndarray, np.generic)):
         return "numpy"
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
@@ -79,13 +79,13 @@ def advice(kind: type) -> str:
         return "; of a module, pass the weight or the output"
     if library == "torch":
         return "; the functions for torch tensors are in onlinesoftmax itself"
-    if issubclass(kind, np.ndarray | np.generic):
+    if issubclass(kind, (np.ndarray, np.generic)):
         return "; torch.from_numpy makes a tensor of it"
     if hasattr(kind, "__dlpack__"):
         return "; torch.from_dlpack or jax.numpy.from_dlpack makes a tensor of it"
     if hasattr(kind, "__array__"):
         return "; numpy.asarray makes an array of it"
-    if issubclass(kind, list | tuple | int | float):
+    if issubclass(kind, (list, tuple, int, float)):
         return "; make a tensor (torch.tensor) or an array (numpy.array) of it"
     return ""
 
@@ -146,7 +146,9 @@ def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     >>> broadcasts((3, 1), (2, 3, 4)), broadcasts((2, 3), (3,))
     (True, False)
     """
-    return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(to), strict=False))
+    more = len(to) - len(shape)
+    # Equal lengths, which torch.compile of PyTorch 2.9 demands of any zip.
+    return more >= 0 and all(a in (1, b) for a, b in zip(shape, to[more:], strict=True))
 
 
 def _shared(library: Any) -> dict[str, Any]:

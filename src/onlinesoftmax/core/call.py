@@ -8,7 +8,6 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .arrays import Array
@@ -16,8 +15,8 @@ from .declaration import Operation
 from .options import PLAIN, ScoreOptions
 from .task import ANY, Choice, ColumnRange
 
-NOTHING: Mapping[str, Array] = MappingProxyType({})
-"""No operands besides the input."""
+NOTHING: Mapping[str, Array] = {}
+"""No operands besides the input.  A plain dict, because torch.compile of PyTorch 2.9 takes no proxy of one."""
 
 
 class Settings(NamedTuple):
@@ -57,7 +56,7 @@ class Call(NamedTuple):
     out: Any = None
     beside: Mapping[str, Array] = NOTHING
 
-    @property
+    # No property, which torch.compile of PyTorch 2.10 cannot trace.
     def scores(self) -> ScoreOptions:
         """The score options, at their defaults where none is given."""
         return self.options or PLAIN

@@ -88,8 +88,8 @@ class ScoreOptions(NamedTuple):
     causal: bool = False
     zero: bool = False
 
-    @property
-    def plain(self) -> bool:
+    # No property, which torch.compile of PyTorch 2.10 cannot trace.
+    def is_plain(self) -> bool:
         """True where every option is at its default.  Does not read a tensor's values, so no GPU synchronization."""
         given = self.softcap is not None or self.bias is not None or self.mask is not None or self.causal or self.zero
         return not given and isinstance(self.scale, float) and self.scale == 1
@@ -152,7 +152,7 @@ def checked_options(
         float(scale) if number else scale, None if softcap is None else float(softcap),
         bias, mask, causal, fully_masked == "zero",
     )  # fmt: skip
-    return None if options.plain else options
+    return None if options.is_plain() else options
 
 
 def is_number(value: Any) -> bool:

@@ -267,7 +267,7 @@ def _checked(name: str, local: Any, scale: Any, softcap: Any, mask: Any) -> Scor
         raise ValueError(f"{name}(): local needs a softmax dimension, got shape ()")
     if type(local).__name__ == "DTensor":
         raise TypeError(f"{name}(): local is a DTensor: call onlinesoftmax.{name}, or pass local.to_local()")
-    if not isinstance(scale, int | float):
+    if not isinstance(scale, (int, float)):
         raise TypeError(f"{name}(): scale must be a number, not {type(scale).__name__}")
     options = checked_options(name, scale, softcap, None, mask, False, "nan")
     check_options(Call(OPERATIONS[name], local, Settings(-1), options))

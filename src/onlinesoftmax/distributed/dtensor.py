@@ -55,7 +55,7 @@ def run(call: Call) -> Tensor:
 
 
 def _dims(name: str, dim: Any, ndim: int) -> tuple[int, ...]:
-    if isinstance(dim, tuple | list):
+    if isinstance(dim, (tuple, list)):
         # PyTorch takes an empty tuple for all dimensions.
         return tuple(checked_dim(name, each, ndim) for each in dim) or tuple(range(ndim))
     return (checked_dim(name, dim, ndim),) if ndim else ()
@@ -82,11 +82,11 @@ def _sharded(call: Call, layout: MeshLayout) -> Tensor:
     dtype = torch_run.with_autocast(call).settings.dtype or x.dtype
     x, (dim,) = x.to(torch.promote_types(x.dtype, dtype)), layout.dims
     if not call.operation.per_row:
-        return softmax(name, x, dim, _sharded_call(name, layout, call.scores, settings.choice)).to(dtype)
-    options = call.scores._replace(zero=False)
+        return softmax(name, x, dim, _sharded_call(name, layout, call.scores(), settings.choice)).to(dtype)
+    options = call.scores()._replace(zero=False)
     lse = losses.logsumexp(x, dim, _sharded_call(name, layout, options, settings.choice))
     lse = lse.unsqueeze(dim) if settings.keepdim else lse
-    if call.scores.zero:
+    if call.scores().zero:
         # A row of only -inf gets gradient 0: the constant in `where` stops the gradient.
         lse = lse.where(lse != -torch.inf, -torch.inf)
     return lse.to(dtype)
@@ -140,7 +140,7 @@ def _check_available(probabilities: bool, return_stats: bool, loss: Loss, wider:
         "target with class probabilities": probabilities,
         "return_stats": return_stats,
         "inplace_backward": loss.inplace,
-        "mask": loss.mask is not None,
+        "mask": loss.mask() is not None,
         "scale as a tensor": loss.options is not None and isinstance(loss.options.scale, Tensor),
         "dtype=torch.float64": wider,
     }

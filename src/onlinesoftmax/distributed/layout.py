@@ -263,7 +263,7 @@ def _described(arguments: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]
             yield name, value
         elif hasattr(value, "_fields"):
             yield from _described(zip(value._fields, value, strict=True))
-        elif isinstance(value, int | float):
+        elif isinstance(value, (int, float)):
             yield name, float(value)
         elif array_kind(value):
             yield name, (kind_of(value), *getattr(value, "placements", ()))

@@ -137,7 +137,7 @@ def call_of(
     if "weight" in operands:
         beside["weight"] = operands["weight"].view(-1, *[1] * (x.dim() - 1 - dim))
     settings = Settings(dim, x.dtype if operation.backward else None, choice=shard.choice, part=columns)
-    return Call(operation, x, settings, None if shard.options.plain else shard.options, out, beside)
+    return Call(operation, x, settings, None if shard.options.is_plain() else shard.options, out, beside)
 
 
 def _numbers_by_pytorch(shard: Shard, entropy: bool) -> dict[str, Tensor]:

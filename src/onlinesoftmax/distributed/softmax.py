@@ -121,8 +121,8 @@ def softmax(name: str, x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
         settings = Settings(dim, dtype, choice=call.choice, part=columns)
         options = call.options if x.shape[dim] else call.options._replace(mask=None)
         shard = with_a_column(x.resolve_neg(), dim)
-        local = Call(OPERATIONS[name], shard, settings, None if options.plain else options)
-        key = public_key(call, columns) if x.shape[dim] and options.plain and dtype == x.dtype else ()
+        local = Call(OPERATIONS[name], shard, settings, None if options.is_plain() else options)
+        key = public_key(call, columns) if x.shape[dim] and options.is_plain() and dtype == x.dtype else ()
         if key:
             prepared_call = autograd.prepared_call(local)
             keep(PREPARED_CALLS, key, lambda operands, _: (prepared_call(operands.x, None),))
@@ -131,6 +131,6 @@ def softmax(name: str, x: Tensor, dim: Any, call: ShardedInput) -> Tensor:
         return found if x.shape[dim] else found.narrow(dim, 0, 0)
     x = x.to(torch.promote_types(x.dtype, dtype))
     scores = call.options._replace(zero=False)
-    z = x if scores.plain else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
+    z = x if scores.is_plain() else eager.scores_of(x, dim, scores, accumulator_of(x.dtype, x.dtype))[0]
     y: Tensor = Softmax.apply(z, dim, call, LOGARITHM[name])
     return y.to(dtype)

@@ -229,7 +229,7 @@ def explain(
     shape, like = described(x, dtype)
     axis, declaration = dim_from_end(dim, len(shape)) % len(shape), OPERATIONS[operation]
     written = None if outputs is None else declaration.named(outputs)
-    given = {name: Shape(t) if isinstance(t, tuple | list) else t for name, t in (("bias", bias), ("mask", mask))}
+    given = {name: Shape(t) if isinstance(t, (tuple, list)) else t for name, t in (("bias", bias), ("mask", mask))}
     options = checked_options(operation, scale, softcap, given["bias"], given["mask"], causal, fully_masked) or PLAIN
     choice, machine = Choice(backend, strategy, batch_invariant), _machine(device, x, framework)
     check_taken(declaration.forward, in_jax, options, batch_invariant)

@@ -218,7 +218,7 @@ def described_head(
 
 
 def _shape_of(name: str, t: Any, dtype: str) -> tuple[int, ...]:
-    if isinstance(t, tuple | list):
+    if isinstance(t, (tuple, list)):
         return sizes_of(name, t)
     if array_kind(t) is None:
         raise TypeError(f"{name} must be a tensor or a shape, not {type(t).__name__}")
@@ -239,7 +239,7 @@ def wanted_gradients(gradients: Sequence[str] | None, *tensors: Any) -> tuple[bo
         ValueError: a name is unknown.
     """
     if gradients is None:
-        input, weight, bias = (isinstance(t, tuple | list) or getattr(t, "requires_grad", False) for t in tensors)
+        input, weight, bias = (isinstance(t, (tuple, list)) or getattr(t, "requires_grad", False) for t in tensors)
         return input, weight, bias
     given = (gradients,) if isinstance(gradients, str) else tuple(gradients)
     if unknown := [name for name in given if name not in GRADIENTS]:

@@ -127,7 +127,7 @@ def explain_route(
     groups = asked["groups"], asked["group_k"], asked["group_score"]
     rest = asked["k"], asked["score"], asked["order"], groups, asked["renormalize"], 1.0
     rule = checked_rule(f"{ROUTE}()", shape[-1], *rest)
-    bias = sizes_of("bias", bias) if isinstance(bias, tuple | list) else bias
+    bias = sizes_of("bias", bias) if isinstance(bias, (tuple, list)) else bias
     make = _call_in_jax if framework == "jax" else _call_in_torch
     call, width = make(x, shape, like.dtype, bias, rule, asked["prob_sums"])
     problem = Gate(call.sequences, call.tokens, like.dtype, framework, rule, bias is not None, asked["prob_sums"])

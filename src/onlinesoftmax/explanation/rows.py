@@ -41,7 +41,7 @@ def sizes_of(name: str, sizes: Sequence[Any]) -> tuple[int, ...]:
 def framework_of(x: Any, framework: str | None) -> str:
     """The framework of an input; a shape and a NumPy array have the framework that is asked for."""
     kind = array_kind(x)
-    if kind is None and not isinstance(x, tuple | list):
+    if kind is None and not isinstance(x, (tuple, list)):
         raise TypeError(f"x must be a tensor, an array or a shape, not {type(x).__name__}")
     if kind in (None, "numpy"):
         return framework or "torch"
@@ -74,7 +74,7 @@ def _to_end(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 def described(x: Any, dtype: Any) -> tuple[tuple[int, ...], View]:
     """(shape, description) of the input."""
     dtype = None if dtype is None else dtype_name(dtype)
-    if isinstance(x, tuple | list):
+    if isinstance(x, (tuple, list)):
         shape = sizes_of("x", x)
         if not shape or min(shape) < 1:
             raise ValueError(f"shape must have sizes of at least 1, got {shape}")

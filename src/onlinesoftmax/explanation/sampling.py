@@ -149,7 +149,7 @@ def without_data(t: Any, dtype: str) -> Any:
     """A tensor, or one of a shape and this dtype, without its data; another value as it is."""
     import torch
 
-    if isinstance(t, tuple | list):
+    if isinstance(t, (tuple, list)):
         return torch.empty(sizes_of("bias or mask", t), dtype=getattr(torch, dtype), device="meta")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if torch.is_tensor(t) else t
 
@@ -172,7 +172,7 @@ def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options:
 
     def without_data(name: str, dtype: str) -> Any:
         t = options[name]
-        return jax.ShapeDtypeStruct(sizes_of(name, t), dtype) if isinstance(t, tuple | list) else t
+        return jax.ShapeDtypeStruct(sizes_of(name, t), dtype) if isinstance(t, (tuple, list)) else t
 
     # The checks need no dtype but a floating one, and JAX may lack float64.
     logits = jax.ShapeDtypeStruct(shape, "float32")

@@ -135,7 +135,7 @@ def run_tokens(
 
 
 def _check_array(name: str, argument: str, t: Any, *_: Any) -> None:
-    if not isinstance(t, jax.Array | np.ndarray):
+    if not isinstance(t, (jax.Array, np.ndarray)):
         raise TypeError(f"{name}: {argument} must be an array, not {type(t).__name__}")
 
 
@@ -263,7 +263,7 @@ def _index(index: Any) -> Array:
 
 def _number(argument: str, value: Any, largest: float = math.inf) -> float:
     """A number of the call, checked."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
         raise TypeError(f"{CROSS_ENTROPY}: {argument} must be a number, not {type(value).__name__}")
     if not (0 <= value <= largest and value < math.inf):
         bounds = "not be negative" if largest == math.inf else f"lie between 0 and {largest:g}"

@@ -48,7 +48,7 @@ class LossReduction(NamedTuple):
             raise ValueError(f"{name}: reduction must be 'none', 'mean' or 'sum', got {kind!r}")
         if index is None:
             return self
-        if isinstance(index, bool) or not isinstance(index, int | np.integer):
+        if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             raise TypeError(f"{name}: ignore_index must be an int or None, not {type(index).__name__}")
         return LossReduction(kind, int(index))
 

@@ -119,7 +119,7 @@ def checked_input(name: str, x: Any, argument: str = "") -> Array:
 
 def check_no_list(name: str, argument: str, value: Any) -> None:
     """Raise an error for a value that is neither an array nor a number."""
-    if isinstance(value, list | tuple | str) or value is None:
+    if isinstance(value, (list, tuple, str)) or value is None:
         raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}")
 
 
@@ -134,7 +134,7 @@ def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
         return tuple(range(ndim))
     given = tuple(axis) if isinstance(axis, Sequence) else (axis,)
     for one in given:
-        if isinstance(one, bool) or not isinstance(one, int | np.integer):
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
             raise TypeError(f"{name}: axis must be an int, ints or None, not {one!r}")
         if not -ndim <= one < ndim:
             raise ValueError(f"{name}: axis {one} is out of range for an array with {ndim} axes")
@@ -182,7 +182,7 @@ def as_array(name: str, argument: str, value: Any) -> Array:
 
 def checked_integer(name: str, argument: str, value: Any) -> int:
     """An argument that is an integer."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, (bool, np.bool_)):
         try:
             return operator.index(value)
         except TypeError:
@@ -204,7 +204,7 @@ def checked_array(name: str, x: Array, option: str, value: Any) -> Array:
     """An array of the score options, with as many axes as x."""
     argument = ARGUMENTS.get(option, option)
     if SCORE_OPTIONS[option].kind == "row":
-        is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+        is_array = isinstance(value, (jax.Array, np.ndarray, np.generic))
         if not is_array or not jnp.issubdtype(value.dtype, jnp.floating):
             raise TypeError(f"{name}: {option} must be a number or a floating-point array, got {value!r}")
         if math.prod(value.shape) == 1:

@@ -54,7 +54,7 @@ UNBOUNDED = 1 << 62
 
 def _options(scale: Tensor | None, number: float, softcap: float | None) -> ScoreOptions | None:
     options = ScoreOptions(number if scale is None else scale, softcap)
-    return None if options.plain else options
+    return None if options.is_plain() else options
 
 
 def _plan(name: str, x: Tensor, weight: Tensor, memory: int | None, wanted: Sequence[bool], **how: bool) -> LinearPlan:

@@ -44,7 +44,7 @@ def checked_support(library: Library, caller: str, x: Array, axis: int, support:
         axis: The dimension of the tokens, counted from 0.
         support: The argument of the caller.
     """
-    if not isinstance(support, tuple | list) or len(support) != 2:
+    if not isinstance(support, (tuple, list)) or len(support) != 2:
         raise TypeError(f"{caller}: support must be a tuple (token_ids, offsets), got {type(support).__name__}")
     rows = math.prod(x.shape[:axis]) * math.prod(x.shape[axis + 1 :])
     for name, array in zip(("token_ids", "offsets"), support, strict=True):

@@ -172,7 +172,7 @@ def _gather(x: Logits, arguments: Arguments) -> Any:
 
 def _logsumexp(x: Logits, arguments: Arguments) -> Any:
     dim = arguments.get("dim")
-    dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if x.numbers.log or not is_classes(x, dim) or arguments.get("out") is not None:
         return None
     found = statistics(x, None, x.numbers.scores)

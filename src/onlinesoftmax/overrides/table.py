@@ -70,7 +70,7 @@ def bind(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     """The arguments by name; None where they do not fit the parameters."""
     if len(args) > signature.positional:
         return None
-    arguments = dict(zip(signature.parameters, args, strict=False))
+    arguments = dict(zip(signature.parameters[: len(args)], args, strict=True))
     for keyword, value in kwargs.items():
         name = ALIASES.get(keyword, keyword)
         if name in arguments or name not in signature.parameters:
@@ -102,7 +102,7 @@ def _why_softmax(arguments: Arguments, backend: str | None) -> str | None:
 def _why_logsumexp(arguments: Arguments, backend: str | None) -> str | None:
     """Why PyTorch must run a call of logsumexp, which may have several dimensions."""
     x, dim = arguments["input"], arguments.get("dim")
-    dims = tuple(dim) if isinstance(dim, tuple | list) else (dim,)
+    dims = tuple(dim) if isinstance(dim, (tuple, list)) else (dim,)
     if reason := _why_dims(dims) or why_pytorch(x, None, backend):
         return reason
     reduced = [checked_dim("logsumexp", dim, x.dim()) for dim in dims]

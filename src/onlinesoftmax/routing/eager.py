@@ -222,7 +222,7 @@ def gradient(call: Call, found: Routed, given: Gradients, complete: bool = False
     at = dx = None
     if given.weights is not None:
         at, total = _of_weights(call, x, found, given.weights)
-        if rule.score is Score.SOFTMAX and not rule.of_chosen:
+        if rule.score is Score.SOFTMAX and not rule.is_of_chosen():
             factor = -total if factor is None else factor - total
     of_softmax = dp is not None and rule.score is Score.SOFTMAX
     if factor is not None or of_softmax:
@@ -260,7 +260,7 @@ def _of_weights(call: Call, x: Tensor, found: Routed, dw: Tensor) -> tuple[Tenso
         # An expert that is out, and one whose weight underflows, has the weight 0.
         at = (w * dw).masked_fill(w == 0, 0.0)
         total = at.sum(1, keepdim=True)
-        if not rule.of_chosen:
+        if not rule.is_of_chosen():
             return at, total
         # With the scale 0, all weights are.
         return at - w * (total if rule.scale == 1 else total / (rule.scale or 1.0)), total

@@ -97,7 +97,7 @@ def results_of(
     # The logits of a token that is not valid may be anything.
     x = of_valid(x)
     picked, out, p = of.take(x, places), None, None
-    of_all = rule.score is Score.SOFTMAX and not rule.of_chosen
+    of_all = rule.score is Score.SOFTMAX and not rule.is_of_chosen()
     if finite and of.softmax is not None:
         p = of.softmax(x)
         # The largest logit has the probability 1 / sum(exp(x - m)).
@@ -137,10 +137,10 @@ def weights_of(of: Functions, x: Array, out: Array | None, rule: Rule) -> Array:
         return t if out is None else xp.where(out, other, t)
 
     x = of_chosen(x)
-    if rule.of_chosen and out is None and of.softmax is not None:
+    if rule.is_of_chosen() and out is None and of.softmax is not None:
         scores = of.softmax(x)
     else:
-        if rule.of_chosen:
+        if rule.is_of_chosen():
             scores = xp.exp(x - of.constant(shift(xp, xp.max(of_chosen(x, -math.inf), -1))))
         elif rule.score is Score.SOFTMAX:
             scores = x

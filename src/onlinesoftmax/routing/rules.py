@@ -56,12 +56,11 @@ class Rule(NamedTuple):
     renormalize: bool
     scale: float
 
-    @property
-    def of_chosen(self) -> bool:
+    # No properties, which torch.compile of PyTorch 2.10 cannot trace.
+    def is_of_chosen(self) -> bool:
         """True where the weights are the softmax of the chosen logits."""
         return self.score is Score.SOFTMAX and self.renormalize
 
-    @property
     def selection(self) -> Score:
         """The score by which experts are chosen."""
         return Score.IDENTITY if self.topk_first else self.score

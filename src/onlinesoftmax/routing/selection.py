@@ -137,11 +137,11 @@ def _group_scores(of: Functions, values: Array, top: int, finite: bool) -> Array
 
 def _scores(of: Functions, x: Array, rule: Rule, normalized: bool, wide: bool, finite: bool) -> Array:
     """The scores that decide; those of softmax are divided by their sum only where this is asked for."""
-    if rule.selection is Score.IDENTITY:
+    if rule.selection() is Score.IDENTITY:
         return x
-    if rule.selection is Score.SOFTMAX:
+    if rule.selection() is Score.SOFTMAX:
         return _softmax(of, x, normalized, wide, finite)
-    return (_sigmoid if rule.selection is Score.SIGMOID else _sqrtsoftplus)(of, x, wide)
+    return (_sigmoid if rule.selection() is Score.SIGMOID else _sqrtsoftplus)(of, x, wide)
 
 
 def _softmax(of: Functions, x: Array, normalized: bool, wide: bool, finite: bool) -> Array:

@@ -42,7 +42,7 @@ class Logits(rules.Logits):
 
     def as_rows(self) -> Tensor:
         """The scores (rows, tokens), in the dtype of the logits where these are the scores."""
-        return in_rows(self.x, self.dim) if self.options.plain else self.scores()
+        return in_rows(self.x, self.dim) if self.options.is_plain() else self.scores()
 
 
 def in_rows(x: Tensor, dim: int) -> Tensor:

@@ -109,7 +109,7 @@ def sample(
         raw: True for log-probabilities of the scores as they are, without temperature and filters.
         top: Number of the largest log-probabilities to return.
     """
-    order = of.order(scores, given.filters)
+    order = of.order(scores, given.is_filtered())
     found = distribution_of(of, scores, order, given)
     mask = found.kept & found.valid
     columns = _keys(of, found, seed, offset).argmax(-1, keepdims=True)
@@ -295,7 +295,7 @@ def verify(
     xp, n, tokens = of.xp, drafts.shape[-1], scores[0].shape[-1]
 
     def whole(scores: Array) -> Distribution:
-        return distribution_of(of, scores, of.order(scores, given.filters), given)
+        return distribution_of(of, scores, of.order(scores, given.is_filtered()), given)
 
     target, draft = whole(scores[0]), None if scores[1] is None else whole(scores[1])
     exists = (drafts >= 0) & (drafts < tokens)

@@ -44,8 +44,8 @@ class Parameters(NamedTuple):
     first: bool
     most: int | None = None
 
-    @property
-    def filters(self) -> bool:
+    # No property, which torch.compile of PyTorch 2.10 cannot trace.
+    def is_filtered(self) -> bool:
         """True where a filter is given."""
         return not (self.top_k is None and self.top_p is None and self.min_p is None)
 
@@ -160,7 +160,7 @@ def checked_between(logits: Logits, argument: str, value: Any, whole: bool, low:
     name, kind, method = logits.name, int if whole else float, "__index__" if whole else "__float__"
     # A symbol of a trace has the type of a number, and cannot be asked for methods.
     plain = type(value) is int or type(value) is kind
-    flag = isinstance(value, bool | np.bool_)
+    flag = isinstance(value, (bool, np.bool_))
     if not plain and (flag or not hasattr(value, method) or getattr(value, "shape", ()) != ()):
         wanted, array = "an int" if whole else "a number", type(logits.x).__name__
         raise TypeError(f"{name}(): {argument} must be {wanted} or {array}, as logits is, not {type(value).__name__}")

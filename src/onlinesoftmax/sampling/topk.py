@@ -161,7 +161,7 @@ def _at(logits: Logits, indices: Tensor, rank: Tensor | None, target: Tensor | N
     """The results for known tokens, in operations that have gradients."""
     x, dim, options, k = logits.x, logits.dim, logits.options, indices.shape[logits.dim]
     wanted = indices if target is None else torch.cat([indices, target.long().unsqueeze(dim)], dim)
-    found = run_tokens(x, wanted, dim, None if options.plain else options, False, ANY)
+    found = run_tokens(x, wanted, dim, None if options.is_plain() else options, False, ANY)
     mask = None if options.mask is None else options.mask.expand_as(x).gather(dim, indices)
     values = scores_of(x.gather(dim, indices), dim, options._replace(mask=mask), torch.float32)[0]
     own = None if target is None else found.logprob.select(dim, k)

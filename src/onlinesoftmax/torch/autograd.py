@@ -309,7 +309,7 @@ class Transformed(Recorded):
         names = ctx.recording.names
         call = with_tensors(ctx.recording.call, dict(zip(names, tensors, strict=True)))
         given = {name: t for name, t in zip(names, tangents, strict=True) if t is not None}
-        x, options, dim = call.x, call.scores, call.settings.dim
+        x, options, dim = call.x, call.scores(), call.settings.dim
         wide = accumulator_of(x.dtype, y.dtype)
         slope = slope_of(options, x, wide)
         dz: Any = 0.0

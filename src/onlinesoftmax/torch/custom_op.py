@@ -81,7 +81,7 @@ def _outputs_of(operation: Operation) -> tuple[str, ...]:
 def _flat(call: Call) -> tuple[Any, ...]:
     """The arguments of a call's operator, without the numbers among its operands."""
     bare, tensors = split_tensors(call)
-    options, settings = bare.scores, call.settings
+    options, settings = bare.scores(), call.settings
     return (
         *(tensors.get(name) for name in _tensors_of(call.operation)),
         settings.dim, settings.dtype, settings.keepdim, *settings.choice,

@@ -56,7 +56,7 @@ def _forward(call: Call, output: Output) -> Tensor:
 
 def _gradient(call: Call) -> Tensor:
     """The gradient with respect to the input of an operation without a target."""
-    operation, x, options = call.operation, call.x, call.scores
+    operation, x, options = call.operation, call.x, call.scores()
     operands = operands_of(call)
     saved = {"x": x} if operation.scores else {"y": x, **({"x": call.beside["logits"]} if "logits" in operands else {})}
     # `dy` already has the size 1 that keepdim keeps.
@@ -67,7 +67,7 @@ def _gradient(call: Call) -> Tensor:
 
 def _by_formula(call: Call, output: Output, outputs: tuple[str, ...]) -> Tensor:
     """One output of an operation with a target, in a call that writes these outputs."""
-    operation, x, dim, options = call.operation, call.x, call.settings.dim, call.scores
+    operation, x, dim, options = call.operation, call.x, call.settings.dim, call.scores()
     values = {name: _value(name, value) for name, value in broadcastable(call).items()}
     values["x"] = eager.scores_of(x, dim, options, torch.float64)[0]
     xp = namespace(values["x"])

@@ -54,10 +54,10 @@ def call_on_scores(call: Call) -> Tensor:
     """The operation on the scores of a call, computed in float32 or wider and rounded once."""
     operation, x, choice = call.operation, call.x, call.settings.choice
     dim, dtype, keepdim = call.settings.dim, call.settings.dtype or x.dtype, call.settings.keepdim
-    z, fully_masked_rows = scores_of(x, dim, call.scores, wide_of(x, dtype, choice.batch_invariant))
+    z, fully_masked_rows = scores_of(x, dim, call.scores(), wide_of(x, dtype, choice.batch_invariant))
     # A tensor without dimensions, and a call that names none, have no rows beside each other.  A row without elements
     # has no maximum.
-    names_none = isinstance(dim, tuple | list) and not dim
+    names_none = isinstance(dim, (tuple, list)) and not dim
     if choice.batch_invariant and z.dim() and z.numel() and not names_none:
         y = _invariant_logsumexp(z, dim, keepdim) if operation.per_row else invariant(operation.name, z, dim)
     else:
@@ -115,7 +115,7 @@ def row_sums(t: Tensor, dim: int, batch_invariant: bool) -> Tensor:
 
 def _invariant_logsumexp(z: Tensor, dim: Any, keepdim: bool) -> Tensor:
     """Logsumexp whose bits do not depend on the number of rows; the order of torch.logsumexp depends on it."""
-    if isinstance(dim, tuple | list):
+    if isinstance(dim, (tuple, list)):
         y = _invariant_logsumexp(joined(z, dim, z.dim() - len(dim)), -1, False)
         return y.reshape(z.amax(dim, keepdim=True).shape) if keepdim else y
     return logsumexp_from(z, invariant("log_softmax", z, dim), dim, keepdim)

@@ -109,7 +109,7 @@ def gradient_call(call: Call, saved: Tensors, dys: Tensors, dtype: torch.dtype, 
         options = options.of(tuple([n for n in gradient.options if not of_scores or n not in ("scale", "softcap")]))
         if options.softcap is not None and not gradient.scores:
             beside["logits"] = saved["x"]
-        options = None if options.plain else options
+        options = None if options.is_plain() else options
     settings = settings._replace(dtype=dtype, keepdim=False)
     if settings.choice.batch_invariant:
         beside = {
@@ -155,7 +155,7 @@ def gradients(
         saved = with_states(call, saved, dys, launch)
     if launch is not None and wanted == ("x",):
         return {"x": launch(gradient_call(call, saved, dys, types.dtype), ("y",))[0]}
-    options, x = call.scores, saved.get("x")
+    options, x = call.scores(), saved.get("x")
     scaled = options.softcap is not None or isinstance(options.scale, Tensor) or options.scale != 1
     if launch is None or (call.operation.per_row and scaled):
         dz = score_gradient(call, saved, dys["dy"])
@@ -210,7 +210,7 @@ def score_gradient(call: Call, saved: Tensors, dy: Tensor) -> Tensor:
 
 def saved_of(call: Call, saved: Tensors, dtype: torch.dtype) -> formulas.Saved:
     """The tensors and settings that the formulas of formulas.py read."""
-    operation, dim, options = call.operation, call.settings.dim, call.scores
+    operation, dim, options = call.operation, call.settings.dim, call.scores()
     z = fully_masked_rows = None
     if "x" in operation.saved:
         z, fully_masked_rows = eager.scores_of(saved["x"], dim, options, dtype)

@@ -34,13 +34,7 @@ class Loss(NamedTuple):
     options: ScoreOptions | None = None
     inplace: bool = False
 
-    @property
-    def dim(self) -> int:
-        """The dimension of the classes."""
-        dim: int = self.settings.dim
-        return dim
-
-    @property
+    # No property, which torch.compile of PyTorch 2.10 cannot trace.
     def mask(self) -> torch.Tensor | None:
         """True for the classes that are kept; None where all are."""
         return None if self.options is None else self.options.mask

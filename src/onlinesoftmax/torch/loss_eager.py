@@ -75,7 +75,7 @@ def is_right(x: Tensor, loss: Loss) -> bool:
     """True where PyTorch's own cross_entropy has all options of this loss, and sums its rows with small errors."""
     if loss.z_loss or loss.options or loss.settings.choice.batch_invariant:
         return False
-    return not formulas.is_long(x, loss.dim, loss.wide(x))
+    return not formulas.is_long(x, loss.settings.dim, loss.wide(x))
 
 
 def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: bool) -> tuple[Tensor, ...]:
@@ -89,9 +89,9 @@ def losses(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, stats: 
 
 def rows_of(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
     """The loss of each row, in float32 (float64 in float64, and where the bits do not depend on the other rows)."""
-    z, dim, separate = _scores(x, loss), loss.dim, loss.settings.choice.batch_invariant
+    z, dim, separate = _scores(x, loss), loss.settings.dim, loss.settings.choice.batch_invariant
     weight = None if weight is None else weight.to(z.dtype)
-    if separate or loss.mask is not None or formulas.is_long(z, dim):
+    if separate or loss.mask() is not None or formulas.is_long(z, dim):
         log_p = _log_p(z, dim, separate)
         y = _of_log_p(log_p, target, weight, loss)
     else:
@@ -105,7 +105,8 @@ def rows_of(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Ten
 
 def _of_log_p(log_p: Tensor, target: Tensor, weight: Tensor | None, loss: Loss) -> Tensor:
     """The loss of each row without z_loss; a class that the mask excludes has no part of the smoothing."""
-    dim, kept = loss.dim, None if loss.mask is None else loss.mask.expand_as(log_p)
+    dim, mask = loss.settings.dim, loss.mask()
+    kept = None if mask is None else mask.expand_as(log_p)
     separate = loss.settings.choice.batch_invariant
     w: Any = 1.0 if weight is None else weight.reshape(-1, *[1] * (log_p.dim() - 1 - dim))
     spread: Any = loss.smoothing
@@ -147,29 +148,29 @@ def statistics(x: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """(lse, entropy) of each row, in float32 (float64 in float64)."""
     with torch.no_grad():
         z, dtype = _scores(x, loss), loss.wide(x)
-        log_p = _log_p(z, loss.dim, loss.settings.choice.batch_invariant)
-        lse = eager.logsumexp_from(z, log_p, loss.dim, keepdim=False)
-        return lse.to(dtype), _entropy(log_p, loss.dim, loss.settings.choice.batch_invariant).to(dtype)
+        log_p = _log_p(z, loss.settings.dim, loss.settings.choice.batch_invariant)
+        lse = eager.logsumexp_from(z, log_p, loss.settings.dim, keepdim=False)
+        return lse.to(dtype), _entropy(log_p, loss.settings.dim, loss.settings.choice.batch_invariant).to(dtype)
 
 
 def _largest(x: Tensor, loss: Loss) -> Tensor:
     """The class of each row with the largest score, by PyTorch's operations; -1 in rows without classes."""
-    if not x.shape[loss.dim]:
-        return x.new_full((*x.shape[: loss.dim], *x.shape[loss.dim + 1 :]), -1, dtype=torch.int64)
+    if not x.shape[loss.settings.dim]:
+        return x.new_full((*x.shape[: loss.settings.dim], *x.shape[loss.settings.dim + 1 :]), -1, dtype=torch.int64)
     # The softcap keeps the order of the scores; a negative scale reverses it.
     scale: Any = 1.0 if loss.options is None else loss.options.scale
     if isinstance(scale, Tensor):
         x, negative = x.detach() * torch.where(scale < 0, -1.0, 1.0).to(x.dtype), False
     else:
         negative = scale < 0
-    if loss.mask is not None:
-        x = x.detach().masked_fill(~loss.mask, torch.inf if negative else -torch.inf)
-    return x.argmin(loss.dim) if negative else x.argmax(loss.dim)
+    if (mask := loss.mask()) is not None:
+        x = x.detach().masked_fill(~mask, torch.inf if negative else -torch.inf)
+    return x.argmin(loss.settings.dim) if negative else x.argmax(loss.settings.dim)
 
 
 def _scores(x: Tensor, loss: Loss) -> Tensor:
     wide = eager.wide_of(x, loss.wide(x), loss.settings.choice.batch_invariant)
-    return eager.scores_of(x, loss.dim, loss.options or PLAIN, wide)[0]
+    return eager.scores_of(x, loss.settings.dim, loss.options or PLAIN, wide)[0]
 
 
 def _log_p(z: Tensor, dim: int, batch_invariant: bool) -> Tensor:
@@ -192,7 +193,7 @@ def log_probabilities(call: Call, results: tuple[str, ...], of_lse: torch.dtype 
     target, dtype = call.beside["target"].long(), accumulator_of(x.dtype, x.dtype)
     several = target.dim() == x.dim()
     target = target if several else target.unsqueeze(dim)
-    z = eager.scores_of(x, dim, call.scores, eager.wide_of(x, dtype, separate))[0]
+    z = eager.scores_of(x, dim, call.scores(), eager.wide_of(x, dtype, separate))[0]
     log_p = _log_p(z, dim, separate)
     lse = eager.logsumexp_from(z, log_p, dim, keepdim=False, dtype=of_lse).to(of_lse or dtype)
     if not x.shape[dim]:

@@ -40,7 +40,7 @@ def loss_call(x: Tensor, target: Tensor, weight: Tensor | None, loss: Loss, dy: 
 
     Args:
         x: Logits.
-        target: Target of each row: the shape of x without `loss.dim`.
+        target: Target of each row: the shape of x without `loss.settings.dim`.
         weight: Factor of each class, or None.
         loss: The other arguments.
         dy: Derivative of the final scalar with respect to the loss of each row, of a shape that broadcasts to the
@@ -180,7 +180,7 @@ def _loss_by_pytorch(recording: Recording, call: Call) -> dict[str, Tensor]:
     assert recording.loss is not None
     x, target, weight, loss = call.x, call.beside["target"], call.beside.get("weight"), recording.loss
     loss = loss._replace(options=call.options)
-    inside = is_class(target, x.shape[loss.dim])
+    inside = is_class(target, x.shape[loss.settings.dim])
     rows = loss_eager.rows_of(x, target.where(inside, 0), weight, loss).where(inside, 0.0)
     return {"dy": loss_eager.reduced(rows, target, weight, loss)}
 

@@ -57,7 +57,7 @@ def run_loss(x: Any, target: Any, weight: Any, fields: tuple[Any, ...], return_s
     loss = loss.with_settings(dim=class_dim(x), dtype=loss.settings.dtype or result_dtype(x, target))
     choice = loss.settings.choice
     reason = why_not_kernels(x, target, weight, choice.backend, loss.ignore_index)
-    if loss.smoothing and loss.mask is not None:
+    if loss.smoothing and loss.mask() is not None:
         reason = reason or "label_smoothing with a mask has no kernel"
     way = loss_kernels if _runs_kernels(CROSS_ENTROPY.name, x, choice, reason) else loss_eager
     if loss.inplace and x.requires_grad and torch.is_grad_enabled():
@@ -75,7 +75,7 @@ def statistics_of(target: Tensor, loss: Loss, lse: Tensor, entropy: Tensor, larg
         counts = torch.ones_like(lse, dtype=torch.bool)
         classes = target
         if target.is_floating_point():
-            classes = target.argmax(loss.dim) if target.shape[loss.dim] else largest
+            classes = target.argmax(loss.settings.dim) if target.shape[loss.settings.dim] else largest
         else:
             counts = counted(target, loss)
         # Without z_loss, the product 0 * inf of a row with an infinite lse would be NaN.

@@ -319,7 +319,7 @@ def _task(
         if of_new is not None:
             views[name] = View(of_new, operation.output(name).dtype_of(dtype, result))
     numbers = frozenset(name for name, value in operands.items() if isinstance(value, int))
-    flags = Flags(numbers, call.scores.causal, call.scores.zero, result in ("float32", "float64"), settings.part)
+    flags = Flags(numbers, call.scores().causal, call.scores().zero, result in ("float32", "float64"), settings.part)
     task = task_of(operation, outputs, shape, axis, views, flags, result)
     return one_row_as_many(task) if settings.choice.batch_invariant else task
 

@@ -51,7 +51,7 @@ def with_tensors(bare: Call, tensors: Mapping[str, Tensor | None]) -> Call:
     of_options: dict[str, Any] = {name: given[name] for name in OPTION_TENSORS if name in given}
     if of_options:
         options = (options or PLAIN)._replace(**of_options)
-    if options is not None and options.plain:
+    if options is not None and options.is_plain():
         options = None
     others = ["x", *OPTION_TENSORS, *[output.name for output in operation.outputs]]
     beside = {**bare.beside, **{name: t for name, t in given.items() if name not in others}}
@@ -86,7 +86,7 @@ def saved_names(call: Call, tensors: Tensors, outputs: tuple[str, ...], wants_sc
     if "lse" in call.operation.saved and "lse" not in known:
         names.append(call.operation.result.name)
     names += [name for name in tensors if (name in operands or name in gradient.options) and name not in names]
-    reads_x = "x" in call.operation.saved or call.scores.softcap is not None or wants_scale
+    reads_x = "x" in call.operation.saved or call.scores().softcap is not None or wants_scale
     if reads_x and "x" not in names:
         names.append("x")
     return tuple(names)

@@ -42,7 +42,7 @@ def run_plain(
 ) -> torch.Tensor:
     """Run a call without score options, dtype and batch invariance, with little host time."""
     if type(x) is Tensor:
-        if x.is_cpu and out is None and choice == ANY and (operation.per_row or not isinstance(dim, tuple | list)):
+        if x.is_cpu and out is None and choice == ANY and (operation.per_row or not isinstance(dim, (tuple, list))):
             try:
                 return eager.call_plain(operation, x, dim, keepdim)
             except NotImplementedError as error:
@@ -102,7 +102,7 @@ def run(call: Call) -> torch.Tensor:
         _refuse_out(operation)
     if options is not None:
         check_options(call)
-    if isinstance(dim, tuple | list) and not (operation.per_row and operation.runs_on("eager")):
+    if isinstance(dim, (tuple, list)) and not (operation.per_row and operation.runs_on("eager")):
         return _over_dims(call)
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and reasons.why_not_by_default(x) is not None
@@ -115,7 +115,7 @@ def run(call: Call) -> torch.Tensor:
         if backend is None and strategy is None:
             return _by_pytorch(call)
         raise PlanError(f"{operation}() with backend={backend!r}, strategy={strategy!r}: {reason}")
-    if isinstance(dim, tuple | list):
+    if isinstance(dim, (tuple, list)):
         return _over_dims(call)
     if key:
         if out is not None:
@@ -219,7 +219,7 @@ def _check_out_of_pytorch(call: Call) -> None:
     if type(x) not in formulas.PLAIN_TYPES or x.layout != torch.strided or x.is_meta or torch.compiler.is_compiling():
         return
     check_out_memory(operation.name, x, call.options, out)
-    shape, dims = tuple(x.shape), settings.dim if isinstance(settings.dim, tuple | list) else (settings.dim,)
+    shape, dims = tuple(x.shape), settings.dim if isinstance(settings.dim, (tuple, list)) else (settings.dim,)
     if operation.per_row:
         shape = reduced_shape(shape, [checked_dim(operation.name, dim, x.dim()) for dim in dims], settings.keepdim)
     if dims:

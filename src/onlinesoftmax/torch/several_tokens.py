@@ -73,7 +73,7 @@ def _of_no_token(call: Call) -> Call:
 
 
 def _gathered(call: Call, index: Tensor) -> _Gathered:
-    x, dim, options = call.x, call.settings.dim, call.scores
+    x, dim, options = call.x, call.settings.dim, call.scores()
     inside = is_class(index, x.shape[dim])
     columns = index.where(inside, 0).long()
     if options.mask is not None:

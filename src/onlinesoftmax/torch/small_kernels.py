@@ -74,7 +74,7 @@ def reductions(
 
     The second is None where no divisor is needed before the loss kernel.
     """
-    counts = partial(_reduction, x, target, weight, loss, classes or x.shape[loss.dim])
+    counts = partial(_reduction, x, target, weight, loss, classes or x.shape[loss.settings.dim])
     if not with_gradient:
         return counts(), None
     mean, wide, result = loss.reduction == "mean", DTYPE_NAMES[loss.wide(x)], DTYPE_NAMES[loss.settings.dtype]

@@ -232,4 +232,4 @@ def verify(target: Rows, drafts: Array, draft: Rows | None, given: Parameters, s
 
 def _scores(options: ScoreOptions, x: Array, arrays: Mapping[str, Array]) -> Array:
     """The scores (rows, tokens), in the dtype of the logits where these are the scores."""
-    return x if options.plain else scores(options, x, arrays)
+    return x if options.is_plain() else scores(options, x, arrays)

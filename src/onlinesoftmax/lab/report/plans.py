@@ -44,7 +44,7 @@ class Texts:
 
     def packed(self, value: Any) -> Any:
         """The value with the place of each text instead of the text, in lists too."""
-        if isinstance(value, list | tuple):
+        if isinstance(value, (list, tuple)):
             return [self.packed(each) for each in value]
         return self.found.setdefault(value, len(self.found)) if isinstance(value, str) else value
 

@@ -204,7 +204,7 @@ def shape_of(
         resident = max(many // threads, 1)
         shape = Shape(
             dtype, k, width, team, chunks, threads, resident, capacity, heads, whole, group_lanes,
-            rule.score, rule.selection, rule.renormalize, flags,
+            rule.score, rule.selection(), rule.renormalize, flags,
         )  # fmt: skip
         if dynamic_bytes(shape, rule) + 1024 <= device.shared_memory:
             return shape

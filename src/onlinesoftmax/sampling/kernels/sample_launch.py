@@ -37,7 +37,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
         parameters: Those of a call; only which filters it has, and its `first` and `most`, count.
         raw, top: As for `sample` in run.py.
     """
-    if is_unfiltered(parameters.filters, top):
+    if is_unfiltered(parameters.is_filtered(), top):
         return unfiltered_launch.bind(scores, rows, raw)
     launch = launch_of(scores, parameters, raw, top)
     return None if launch is None else _bound(launch, rows, top, scores.get_device())
