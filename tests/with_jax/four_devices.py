@@ -362,3 +362,23 @@ def test_a_scalar_loss_inside_shard_map_is_over_the_rows_of_one_device(kind: Axi
         of_part = f(lambda x, t, more=more: loss(x, t, reduction="mean", **more)[None], out_specs=P("d"))
         parts = jax.jit(jax.vmap(mean))(x.reshape(2, -1, 128), target.reshape(2, -1))
         np.testing.assert_allclose(jax.jit(of_part)(*cut), parts, rtol=1e-6)
+
+
+def test_options_that_are_sharded_otherwise_than_the_logits() -> None:
+    """On explicit axes, where every gradient has the sharding of its array."""
+    a = arguments()
+    given = a["x"], jnp.full((ROWS, 1), 0.5), a["bias"], a["where"]
+
+    def total(x: Any, scale: Any, bias: Any, where: Any) -> Any:
+        listed = osj.topk_logprobs(x, 3, scale=scale, where=where).logprobs
+        loss = osj.cross_entropy(x, jax.nn.softmax(bias), where=where)
+        return jnp.sum(osj.softmax(x, scale=scale, bias=bias, where=where) ** 2) + jnp.sum(listed) + jnp.sum(loss)
+
+    gradients = jax.jit(jax.grad(total, (0, 1, 2)))
+    whole = gradients(*given)
+    for specs in ((P(), P("d"), P("d", "v"), P("v")), (P("d", "v"), P(), P(), P("v", "d"))):
+        with jax.set_mesh(mesh_of(2, 2, kind=AxisType.Explicit)):
+            cut = [jax.device_put(t, spec) for t, spec in zip(given, specs, strict=True)]
+            ours = gradients(*cut)
+        assert_leaves_close(ours, whole, rtol=1e-5, atol=1e-6)
+        assert [jax.typeof(t).sharding for t in ours] == [jax.typeof(t).sharding for t in cut[:3]]

@@ -90,6 +90,17 @@ def resharded(t: Array, sharding: NamedSharding) -> Array:
     return moved
 
 
+def sharded_as(x: Array, t: Array) -> Array:
+    """On an explicit mesh, the array with the sharding of x along the axes of x's size; elsewhere the array.
+
+    A gradient would else have the sharding of both, and JAX takes only that of x.
+    """
+    of_x, own = jax.typeof(x).sharding, jax.typeof(t).sharding
+    mesh = own.mesh if of_x.mesh.empty else of_x.mesh
+    spec = [part if n == size else None for part, n, size in zip(of_x.spec, t.shape, x.shape, strict=False)]
+    return resharded(t, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
 def of_plain_arrays(lowering: Callable[..., Any]) -> Callable[..., Any]:
     """A lowering rule for operands of any type, from a rule for arrays that have only a shape and a dtype."""
 

@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     def last(self, t: Array) -> Array:
         """An array of the caller's shape, in the layout of x."""
-        return _last(t, self.axes)
+        return array_types.sharded_as(self.x, _last(t, self.axes))
 
     def back_of_row(self, y: Array) -> Array:
         """A result for some elements of each row, with their axis in the place of the only reduced axis."""
@@ -98,7 +98,9 @@ def rows_of(name: str, x: Array, axis: Axis, options: ScoreOptions, axis_name: A
         x = x.astype(narrow)
     elif jnp.finfo(narrow).bits < 16:
         x = x.astype(jnp.float32)
-    return Rows(array_types.vary(_last(x, axes), frozenset(names)), arrays, options, axes, x.shape, narrow, names)
+    last = array_types.vary(_last(x, axes), frozenset(names))
+    arrays = {option: array_types.sharded_as(last, t) for option, t in arrays.items()}
+    return Rows(last, arrays, options, axes, x.shape, narrow, names)
 
 
 def checked_input(name: str, x: Any, argument: str = "") -> Array:
