@@ -168,6 +168,23 @@ def test_a_program_for_any_number_of_rows(name: str) -> None:
         np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
 
 
+def test_sampling_and_routing_in_a_program_for_two_platforms() -> None:
+    """64-bit types inside a function, and the 32-bit number of the platform."""
+
+    def every(x: Any) -> Any:
+        routed = osj.route(x, 3, prob_sums=True)
+        drafts = osj.verify(7, x, jnp.arange(4))
+        sampled = osj.sample(7, x, top_k=5, top_p=0.9, return_support=5)
+        listed = osj.topk_logprobs(x, 2, target=jnp.arange(5))
+        loss = osj.load_balancing_loss(routed) + osj.router_z_loss(routed)
+        return loss, jax.tree.leaves((routed, drafts, sampled, listed))
+
+    with_gradient = jax.jit(jax.value_and_grad(every, has_aux=True))
+    program = export.export(with_gradient, platforms=("cpu", "cuda"))(jax.ShapeDtypeStruct(X.shape, X.dtype))
+    for found, want in zip(*map(jax.tree.leaves, (program.call(X), with_gradient(X))), strict=True):
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
 def test_a_routing_of_any_number_of_tokens_needs_integers_of_64_bits() -> None:
     (rows,) = export.symbolic_shape("rows")
     argument, route = jax.ShapeDtypeStruct((rows, COLS), jnp.float32), jax.jit(lambda x: osj.route(x, 3).indices)

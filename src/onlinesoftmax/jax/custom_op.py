@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 
 from ..core.arrays import Array
@@ -238,13 +239,25 @@ def primitive(
         before, _state.exports = _state.exports, context.module_context.lowering_parameters.for_export
         try:
             with within():
-                return array_types.of_plain_arrays(lowering)(context, *values, **params)
+                sizes = _in_integers_of_jax(context.dim_var_values)
+                return array_types.of_plain_arrays(lowering)(context.replace(dim_var_values=sizes), *values, **params)
         finally:
             _state.exports = before
 
     for platform in (None, "cuda"):
         mlir.register_lowering(made, partial(lower, platform), platform=platform)
     return made
+
+
+def _in_integers_of_jax(numbers: Any) -> list[Any]:
+    """The platform's number in a program for several ones, and sizes that are symbols, as JAX's functions take them.
+
+    A context with 64-bit types has wider integers than the program.
+    """
+    wanted = mlir.ir.RankedTensorType.get([], mlir.dtype_to_ir_type(jnp.dtype(jnp.result_type(int))))
+    # JAX does not declare the functions of the dialect.
+    convert = stablehlo.convert  # type: ignore[attr-defined]
+    return [t if t.type == wanted else convert(wanted, t) for t in numbers]
 
 
 def _batch(
