@@ -143,6 +143,18 @@ def test_topk_logprobs_have_gradients() -> None:
     np.testing.assert_array_equal(across.target_rank, alone.target_rank)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_gradient_of_topk_logprobs_is_rounded_once(dtype: str) -> None:
+    """That of a likely target is 1 - p, which p in 16 bits would make 0."""
+    x = jnp.asarray([[8.0, 0, 0, 0], [3, 9, 1, -2]], dtype)
+    total = lambda x: jnp.sum(osj.topk_logprobs(x, 2, target=np.arange(2)).target_logprob)  # noqa: E731  two uses
+    ours, wanted = (jax.jit(jax.grad(total))(t) for t in (x, x.astype(jnp.float32)))
+    assert ours.dtype == dtype
+    limits = jnp.finfo(dtype)
+    unit = {"rtol": float(limits.eps), "atol": float(limits.smallest_subnormal)}
+    np.testing.assert_allclose(ours.astype(jnp.float32), wanted, **unit)
+
+
 def test_verify_is_that_of_torch() -> None:
     rng = np.random.default_rng(10)
     target = rng.normal(size=(40, 4, 30)).astype(np.float32) * 2

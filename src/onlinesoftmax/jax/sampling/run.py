@@ -200,6 +200,9 @@ def _jvp(options: ScoreOptions, k: int, primals: Any, tangents: Any) -> tuple[li
     values, columns, logprobs, lse, *more = found
     is_zero = jax.custom_derivatives.SymbolicZero
     changes = {name: t for name, t in given.items() if not isinstance(t, is_zero)}
+    if "x" in changes:
+        # The gradients of the elements are added to that of lse, which must not be rounded before.
+        changes["x"] = _wide(changes["x"])
     target = operands.get("target")
     if target is not None:
         inside = more[1][..., None] > 0
@@ -209,10 +212,16 @@ def _jvp(options: ScoreOptions, k: int, primals: Any, tangents: Any) -> tuple[li
         own = {**operands, **some}
         return scores_at(options, own["x"], own, columns)
 
-    _, dz = jax.jvp(chosen, ({name: operands[name] for name in changes},), (changes,))
+    # The checkpoint keeps the logits in their dtype, and no float32 array of their size.
+    @jax.checkpoint
+    def of_lse(x: Array, changes: Values) -> Array:
+        return autograd.change_of_lse(options, {**operands, **state, "x": _wide(x)}, changes)
+
+    at = {name: _wide(operands[name]) if name == "x" else operands[name] for name in changes}
+    _, dz = jax.jvp(chosen, (at,), (changes,))
     # The state of a row follows from its largest score.
     state = {"m": values[..., 0], "l": jnp.exp(-logprobs[..., 0])} if k else {"m": lse, "l": jnp.ones_like(lse)}
-    dlse = autograd.change_of_lse(options, {**operands, **state}, changes)
+    dlse = of_lse(operands["x"], changes)
     each = dz - dlse[..., None]
     none = [jnp.where(inside, each[..., k:], 0)[..., 0], _no_change(more[1])] if target is not None else []
     return found, [dz[..., :k], _no_change(found[1]), each[..., :k], dlse, *none]
