@@ -131,5 +131,9 @@ def test_mistakes_name_the_argument() -> None:
         osj.route(jnp.zeros((2, 4)), 1, bias=jnp.zeros(3))
     with pytest.raises(RuntimeError, match="where must be boolean"):
         osj.route(jnp.zeros((2, 4)), 1, where=jnp.zeros(2))
+    routed = osj.route(jnp.zeros((2, 4)), 1, prob_sums=True)
+    for loss in (osj.load_balancing_loss, osj.router_z_loss):
+        with pytest.raises(ValueError, match=f"^{loss.__name__}: axis_name 'tokens': no such axis"):
+            loss(routed, axis_name="tokens")
     with pytest.raises(TypeError, match="the input is a JAX array"):
         osm.route(jnp.zeros((2, 4)), 1)  # type: ignore[type-var]  # the mistake

@@ -84,7 +84,9 @@ def load_balancing_loss(
         1.0
     """
     with jax.numpy_dtype_promotion("standard"):
-        loss: jax.Array = losses.load_balancing_loss(routed, kind, lambda counts: _total(counts, axis_name))
+        loss: jax.Array = losses.load_balancing_loss(
+            routed, kind, lambda counts: _total("load_balancing_loss", counts, axis_name)
+        )
     return loss
 
 
@@ -104,11 +106,11 @@ def router_z_loss(routed: Routed, *, axis_name: AxisName = None) -> jax.Array:
         1.9218
     """
     with jax.numpy_dtype_promotion("standard"):
-        loss: jax.Array = losses.router_z_loss(routed, lambda counts: _total(counts, axis_name))
+        loss: jax.Array = losses.router_z_loss(routed, lambda counts: _total("router_z_loss", counts, axis_name))
     return loss
 
 
-def _total(counts: Any, axis_name: AxisName) -> tuple[Any, int]:
+def _total(name: str, counts: Any, axis_name: AxisName) -> tuple[Any, int]:
     """The counts of all devices along the axes, and the number of devices."""
-    names = checked_names("axis_name", axis_name)
+    names = checked_names(name, axis_name)
     return (jax.lax.psum(counts, names), devices(names)) if names else (counts, 1)
