@@ -76,3 +76,15 @@ def test_arrays_that_are_older_than_the_mesh(kind: AxisType) -> None:
     with jax.set_mesh(mesh_of(2, 2, kind=kind)):
         assert_leaves_close(osj.route(x, 3).weights, jax.nn.softmax(jax.lax.top_k(x, 3)[0]))
         assert_leaves_close(jax.jit(partial(osj.softmax, **KERNEL))(x), jax.nn.softmax(x))
+
+
+def test_gradients_of_the_largest_log_probabilities_inside_shard_map() -> None:
+    x, target = logits(ROWS, 64), np.arange(ROWS)
+
+    def total(x: Any, target: Any) -> Any:
+        found = osj.topk_logprobs(x, 3, target=target)
+        return jnp.sum(found.logprobs[:, 0] + found.target_logprob)
+
+    gradient = jax.grad(total)
+    on_devices = jax.shard_map(gradient, mesh=mesh_of(2, 2), in_specs=(P("d"), P("d")), out_specs=P("d"))
+    np.testing.assert_allclose(jax.jit(on_devices)(x, target), jax.jit(gradient)(x, target), atol=1e-6)

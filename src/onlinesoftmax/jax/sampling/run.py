@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...core.arrays import Array, accumulator, namespace
 from ...core.formulas import is_defined
@@ -228,8 +227,8 @@ def _jvp(options: ScoreOptions, k: int, primals: Any, tangents: Any) -> tuple[li
 
 
 def _no_change(t: Array) -> Any:
-    """The change of an array of integers."""
-    return np.zeros(t.shape, jax.dtypes.float0)
+    """The change of an array of integers, of a type that varies and is sharded as the array."""
+    return jax.custom_derivatives.SymbolicZero(jax.typeof(t).to_tangent_aval())
 
 
 def verify(target: Rows, drafts: Array, draft: Rows | None, given: Parameters, seed: Any, offset: Any) -> Verified:
