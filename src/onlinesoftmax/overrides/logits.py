@@ -110,7 +110,12 @@ def deferred(
         if not isinstance(y, Logits):
             return y.view(*input.shape[:-1], -1)
         y.head = Head((rows, weight, bias), y, counts, strict, memory)
-        return y if input.dim() == 2 else y.view(*input.shape[:-1], weight.shape[0])
+        if input.dim() == 2:
+            return y
+        shape = (*input.shape[:-1], weight.shape[0])
+        # A view only where PyTorch's is one: a change in place of a view drops the hooks that it had before.
+        is_view = bias is not None and input.is_contiguous()
+        return y.view(shape) if is_view else aten._unsafe_view(y, shape)
 
 
 def with_plain(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
