@@ -210,6 +210,7 @@ def test_broken_source(tmp_path: Path, case: str) -> None:
         ({"axis": 2}, r"x\.npy: axis 2 is out of range for the array of shape \(5, 6\)"),
         ({"axis": -3}, "axis -3 is out of range"),
         ({"dtype": "int8"}, "unknown output dtype 'int8'; there are: float16"),
+        ({"dtype": [np.float16]}, "unknown output dtype .*; there are: float16"),
         ({"operation": "softmin"}, "unknown operation 'softmin'; there are: softmax"),
         ({"chunk_bytes": 0}, "chunk_bytes must be positive, got 0"),
         ({"chunk_bytes": -1e308}, "chunk_bytes must be positive, got -1e"),
@@ -238,6 +239,23 @@ def test_request_that_does_not_fit(tmp_path: Path, options: dict[str, Any], mess
         apply_file(tmp_path / "x.npy", target, **options)
     assert {path.name for path in tmp_path.iterdir()} == {"x.npy", "folder.npy", "fifo.npy", "null.npy"}
     assert (tmp_path / "null.npy").is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"axis": None}, "axis must be an int, not NoneType"),
+        ({"axis": True}, "axis must be an int, not bool"),
+        ({"axis": (0, 1)}, "axis must be an int, not tuple"),
+        ({"chunk_bytes": "1M"}, "chunk_bytes must be a number of bytes, not str"),
+        ({"tensors": 3}, "tensors must be names or None, not int"),
+        ({"progress": 3}, "progress must be a function or None, not int"),
+    ],
+)
+def test_an_argument_of_a_wrong_type_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    np.save(tmp_path / "x.npy", normal(5, 6))
+    with pytest.raises(TypeError, match=message):
+        apply_file(tmp_path / "x.npy", tmp_path / "y.npy", **options)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot write to: /proc")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,7 @@ def apply_file(
         FileError: (a ValueError) a file is missing, no regular file, truncated, corrupt, in another format or dtype,
             or cannot be written; the disk is full; an argument is out of range; another process has failed. The
             message is one sentence.
+        TypeError: an argument is of the wrong type.
 
     Example:
         >>> import numpy as np, os, tempfile
@@ -100,6 +101,7 @@ def apply_file(
     source, target = Path(source), Path(target)
     team = Team(target, group)
     with team.failing_together():
+        _check_types(axis, chunk_bytes, tensors, progress)
         found, metadata = read_header(source)
         _check_request(source, target, operation, dtype, chunk_bytes)
         inputs = _select(source, found, tensors)
@@ -144,6 +146,18 @@ def _run(
     return sum(team.agree(done))
 
 
+def _check_types(axis: Any, chunk_bytes: Any, tensors: Any, progress: Any) -> None:
+    given = {
+        "axis": (axis, "an int", hasattr(axis, "__index__") and not isinstance(axis, bool)),
+        "chunk_bytes": (chunk_bytes, "a number of bytes", hasattr(chunk_bytes, "__float__")),
+        "tensors": (tensors, "names or None", tensors is None or isinstance(tensors, Iterable)),
+        "progress": (progress, "a function or None", progress is None or callable(progress)),
+    }
+    for argument, (value, wanted, is_right) in given.items():
+        if not is_right:
+            raise TypeError(f"apply_file(): {argument} must be {wanted}, not {type(value).__name__}")
+
+
 def _check_request(source: Path, target: Path, operation: str, dtype: str | None, chunk_bytes: int) -> None:
     with naming(target, "cannot be created"):
         destination(target)
@@ -151,7 +165,7 @@ def _check_request(source: Path, target: Path, operation: str, dtype: str | None
         raise FileError(f"{target}: must end in {source.suffix}, as {source} does: formats are not converted")
     if operation not in STREAMED:
         raise FileError(f"{source}: {unknown('operation', operation, STREAMED)}")
-    if dtype is not None and dtype not in ITEMSIZE:
+    if dtype is not None and not (isinstance(dtype, str) and dtype in ITEMSIZE):
         raise FileError(f"{source}: {unknown('output dtype', dtype, ITEMSIZE)}")
     if not chunk_bytes >= 1:  # NaN compares false
         raise FileError(f"{source}: chunk_bytes must be positive, got {chunk_bytes}")
