@@ -169,6 +169,7 @@ MISTAKES: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "k = 3 experts are more than 1 groups of 2 have", {"groups": 6, "group_k": 1}),
     (ValueError, "group_score must be 'max', 'top2_sum' or an int", {"group_score": "sum"}),
     (ValueError, "scale must be a finite number", {"scale": float("inf")}),
+    (ValueError, "scale must be a finite number, got 10{400}$", {"scale": 10**400}),
     (TypeError, "counts must be a bool", {"counts": 1}),
     (ValueError, r"bias must have one number for each expert, \(12,\)", {"bias": torch.zeros(11)}),
     (RuntimeError, "mask must be boolean", {"mask": torch.ones(4)}),

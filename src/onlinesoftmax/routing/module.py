@@ -11,7 +11,7 @@ from ..core.wrong_calls import hinting
 from ..torch.arguments import TORCH
 from . import Routed, check_no_group, route, total
 from .presets import arguments_of
-from .rules import checked_rule
+from .rules import check_finite, checked_rule
 
 
 class Router(torch.nn.Linear):
@@ -157,7 +157,7 @@ class Router(torch.nn.Linear):
 
         Raises:
             RuntimeError: the module has no correction.
-            TypeError, ValueError: counts is no tensor, or has another number of experts.
+            TypeError, ValueError: counts is no tensor, or has another number of experts; rate is no finite number.
 
         Source:
             Wang et al., "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", arXiv:2408.15664.
@@ -174,6 +174,7 @@ class Router(torch.nn.Linear):
                 f"Router.balance(): counts must have one number for each of the {self.out_features} experts in the "
                 f"last dimension, got shape {tuple(counts.shape)}"
             )
+        check_finite("Router.balance()", "rate", rate.item() if isinstance(rate, torch.Tensor) else rate)
         own: Any = self.e_score_correction_bias
         # A buffer that is a DTensor is whole on every process.
         own = own.to_local() if is_dtensor(type(own)) else own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -190,6 +191,13 @@ def sizes_of(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1
 
 
+def check_finite(caller: str, argument: str, value: Any) -> None:
+    """Raise an error for a value that is no finite number."""
+    # Python compares an int with a float exactly, and cannot convert every int to a float.
+    if not is_number(value) or not abs(value) <= sys.float_info.max:
+        raise ValueError(f"{caller}: {argument} must be a finite number, got {value!r}")
+
+
 def checked_rule(
     caller: str,
     experts: int,
@@ -220,8 +228,7 @@ def checked_rule(
         if not isinstance(value, str) or value not in words:
             raise ValueError(f"{caller}: {argument} must be {' or '.join(map(repr, words))}, got {value!r}")
     check_flags(caller, renormalize=renormalize)
-    if not is_number(scale) or not abs(float(scale)) < float("inf"):
-        raise ValueError(f"{caller}: scale must be a finite number, got {scale!r}")
+    check_finite(caller, "scale", scale)
     number, group_k, group_top = _checked_groups(caller, experts, chosen, groups)
     topk_first = order == "topk_first"
     together = renormalize or (topk_first and Score(score) is Score.SOFTMAX)
