@@ -270,3 +270,23 @@ def test_numbers_that_are_symbols_of_a_trace() -> None:
     compiled = torch.compile(weights, backend="eager", fullgraph=True, dynamic=True)
     for given in ((0.5, 2), (1.5, 3)):
         torch.testing.assert_close(compiled(*given), weights(*given))
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning")  # of torch.func.linearize
+@pytest.mark.parametrize("name", ["topk_logprobs", "route"])
+def test_transforms_inside_a_trace(name: str) -> None:
+    """The operators have no derivatives for torch.func: derivatives were 0 without an error."""
+    x = torch.randn(4, 9, generator=torch.Generator().manual_seed(0))
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        found = osm.topk_logprobs(x, 3).logprobs if name == "topk_logprobs" else osm.route(x, 3).weights
+        return found.square().sum()
+
+    def tangent(x: torch.Tensor) -> Any:
+        return torch.func.jvp(total, (x,), (x.cos(),))[1]
+
+    wanted = tangent(x)
+    assert wanted != 0
+    torch.testing.assert_close(torch.func.linearize(total, x)[1](x.cos()), wanted)
+    for call in (torch.func.grad(total), tangent):
+        torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(x), call(x))

@@ -28,9 +28,11 @@ def route(call: Call, rows: tuple[int, ...], dense: bool) -> Routed:
         dense: True to return the weight of every expert.
     """
     x = call.x
-    if is_traced(x) and not is_transformed():
+    transformed = is_transformed()
+    # The operator has no derivative of forward mode, and no rule for vmap.
+    if is_traced(x) and not transformed:
         found = _by_operator(call)
-    elif type(x) not in PLAIN_TYPES or is_transformed() or not x.numel():
+    elif type(x) not in PLAIN_TYPES or transformed or not x.numel():
         found = eager.found_at(call, eager.choose(call))
     else:
         found = recorded(training(call)) if torch.is_grad_enabled() and x.requires_grad else found_of(call)

@@ -38,7 +38,7 @@ def topk_logprobs(logits: Logits, k: int, target: Tensor | None) -> TopLogprobs:
     x = logits.x
     check_scale_is_constant(f"{logits.name}()", logits.options)
     transformed = is_transformed()
-    # The operator has no rule for vmap.
+    # The operator has no derivative, and no rule for vmap.
     if is_traced(x) and not transformed and x.numel():
         return _by_operator(logits, k, target)
     if type(x) not in PLAIN_TYPES or transformed or not x.numel():
