@@ -84,7 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if folder := kept.folder(config, "xla"):
             # A program is compiled again where it or JAX changed.
             os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
-            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+            # JAX compiles a smaller program as fast as it finds one in the folder.
+            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.04")
             os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 

@@ -64,8 +64,8 @@ REMOVED_BARRIERS = (
     (PACKED, "strategy/row/packed.cuh", "__syncthreads();"),
     (PIPELINE, "strategy/grid/ring.cuh", "__syncwarp();"),
     ("reduction", "small/reduction.cuh", "__syncthreads();"),
-    ("sample", "exchange.cuh", "__syncthreads();"),
     ("unfiltered", "parts.cuh", "__syncthreads();"),
+    ("sample", "exchange.cuh", "__syncthreads();"),
     ("topk", "topk.cuh", "__syncthreads();"),
     ("route", "groups.cuh", "sync_team();"),
     ("gradient of route", "lanes.cuh", "else __syncwarp();"),
@@ -112,8 +112,8 @@ def run_kernel(kernel: str, name: str, folder: Path, ask: Ask = ASKS[0]) -> None
     """Run a kernel; `ask` is the call of a strategy."""
     sys.stderr.write(f"run: {name}\n")
     if kernel == "reduction":
-        # Two whole blocks and a part of a third: ThreadSanitizer takes long to begin a thread, and a block has 512.
-        return reduce_losses(10000, folder)
+        # A whole block and a part of a second: ThreadSanitizer takes long to begin a thread, and a block has 512.
+        return reduce_losses(5000, folder)
     if kernel == "sample":
         return sample(folder)
     if kernel == "unfiltered":

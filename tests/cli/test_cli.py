@@ -166,7 +166,7 @@ def test_verify_as_json() -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("operation", ["softmax", "softmax_backward"])
+@pytest.mark.parametrize("operation", [pytest.param("softmax", marks=pytest.mark.exhaustive), "softmax_backward"])
 def test_verify_runs_every_strategy_here(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from onlinesoftmax.lab import verify as verification
 

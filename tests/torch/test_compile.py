@@ -143,7 +143,7 @@ def test_no_synchronisation_and_no_foreign_memory() -> None:
 
 # Dynamo itself makes an instance of an autograd function while it traces.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.exhaustive), "aot_eager"])
 def test_compile(backend: str) -> None:
     x, target = torch.randn(6, 37, device=DEVICE, requires_grad=True), torch.randint(37, (6,), device=DEVICE)
 
@@ -170,7 +170,7 @@ def test_compile(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.exhaustive)])
 def test_compile_with_symbols_for_shapes_and_numbers(reduction: str) -> None:
     weight = torch.rand(37, device=DEVICE)
     options: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "scale": 0.5, "ignore_index": 5}

@@ -147,7 +147,7 @@ def test_dtensors(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.uint8, marks=pytest.mark.exhaustive), torch.uint16], ids=str)
 def test_a_compiled_loss(dtype: torch.dtype) -> None:
     x, target = logits(DTYPES[dtype]), targets(dtype)
     loss = torch.compile(lambda x, t: osm.cross_entropy(x, t, reduction="none", **HOW), backend="aot_eager")

@@ -69,7 +69,7 @@ def test_rows_and_tokens_along_explicit_axes() -> None:
     assert ours[1].sharding.spec == P("d", "v")
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("kind", [pytest.param(AxisType.Auto, marks=pytest.mark.exhaustive), AxisType.Explicit])
 def test_arrays_that_are_older_than_the_mesh(kind: AxisType) -> None:
     """Their sharding has no mesh."""
     x = logits(ROWS + (kind == AxisType.Auto), 24)  # other shapes, as JAX keeps programs
