@@ -249,7 +249,7 @@ def primitive(
     return made
 
 
-def _in_integers_of_jax(numbers: Any) -> list[Any]:
+def _in_integers_of_jax(numbers: Any) -> tuple[Any, ...]:
     """The platform's number in a program for several ones, and sizes that are symbols, as JAX's functions take them.
 
     A context with 64-bit types has wider integers than the program.
@@ -257,7 +257,7 @@ def _in_integers_of_jax(numbers: Any) -> list[Any]:
     wanted = mlir.ir.RankedTensorType.get([], mlir.dtype_to_ir_type(jnp.dtype(jnp.result_type(int))))
     # JAX does not declare the functions of the dialect.
     convert = stablehlo.convert  # type: ignore[attr-defined]
-    return [t if t.type == wanted else convert(wanted, t) for t in numbers]
+    return tuple([t if t.type == wanted else convert(wanted, t) for t in numbers])
 
 
 def _batch(
