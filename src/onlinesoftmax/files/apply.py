@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,13 @@ def _run(
 
 
 def _check_types(axis: Any, chunk_bytes: Any, tensors: Any, progress: Any) -> None:
+    """Raise an error for an argument of the wrong type; `_check_request` checks the others."""
+    is_number = isinstance(chunk_bytes, Real) and not isinstance(chunk_bytes, bool)
+    is_names = isinstance(tensors, Iterable) and not isinstance(tensors, bytes)
     given = {
-        "axis": (axis, "an int", hasattr(axis, "__index__") and not isinstance(axis, bool)),
-        "chunk_bytes": (chunk_bytes, "a number of bytes", hasattr(chunk_bytes, "__float__")),
-        "tensors": (tensors, "names or None", tensors is None or isinstance(tensors, Iterable)),
+        "axis": (axis, "an int", isinstance(axis, Integral) and not isinstance(axis, bool)),
+        "chunk_bytes": (chunk_bytes, "a number of bytes", is_number),
+        "tensors": (tensors, "names or None", tensors is None or is_names),
         "progress": (progress, "a function or None", progress is None or callable(progress)),
     }
     for argument, (value, wanted, is_right) in given.items():
