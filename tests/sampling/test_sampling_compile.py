@@ -30,15 +30,15 @@ def on(device: str, options: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A device where traces of sampling get operators: a GPU, and a CPU that is taken for one."""
+    """A device where traces of sampling get operators: a GPU, or a CPU for which the question for one is patched."""
     if request.param == "cpu":
-        monkeypatch.setattr(run, "_is_opaque", lambda z: run.is_traced(z) and not run.is_transformed())
+        monkeypatch.setattr(run, "_needs_operator", lambda z: run.is_traced(z) and not run.is_transformed())
     torch.compiler.reset()
     return str(request.param)
 
 
 def traced(function: Callable[..., Any], operators: list[str], **options: Any) -> Callable[..., Any]:
-    """A function compiled as one graph for any sizes, which appends the names of our operators in it to a list."""
+    """A function compiled as one graph for any sizes; each compilation appends the names of our operators to a list."""
 
     def backend(graph: Any, _: Any) -> Any:
         targets = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
@@ -66,6 +66,7 @@ def test_a_compiled_call_samples_by_one_operator(device: str, dtype: torch.dtype
         x, seed = torch.randn(rows, 3, 40, device=device).to(dtype), torch.arange(3 * rows, device=device).view(rows, 3)
         want = osm.sample(x, seed=seed, **options)
         assert is_same(step(x, seed), want)
+    # One graph for both sizes.
     assert operators == ["onlinesoftmax.sample"]
 
 
@@ -78,6 +79,7 @@ def test_a_compiled_call_verifies_by_one_operator(device: str, of_draft: torch.d
         other = None if of_draft is None else torch.randn(rows, 3, 40, device=device).to(of_draft)
         want = osm.verify(x, drafts, other, seed=7, top_k=9)
         assert is_same(step(x, drafts, other), want)
+    # One graph for both sizes.
     assert operators == ["onlinesoftmax.verify"]
 
 
@@ -96,10 +98,10 @@ def test_operators_pass_the_checks_of_pytorch(device: str) -> None:
 def test_topk_logprobs_are_one_operator_in_a_trace() -> None:
     z = torch.randn(3, 40, generator=torch.Generator().manual_seed(9)).requires_grad_()
     target, mask = torch.tensor([4, 0, 50]), torch.arange(40) % 5 != 2
-    compiled = torch.compile(
-        lambda z: osm.topk_logprobs(z, 6, target=target, mask=mask), backend="aot_eager", fullgraph=True
-    )
+    operators: list[str] = []
+    compiled = traced(lambda z: osm.topk_logprobs(z, 6, target=target, mask=mask), operators)
     got, want = compiled(z), osm.topk_logprobs(z, 6, target=target, mask=mask)
+    assert operators == ["onlinesoftmax.topk_logprobs"]
     assert all(torch.allclose(a.float(), b.float(), equal_nan=True) for a, b in zip(got, want, strict=True))
     dx, wanted = (torch.autograd.grad(t.logprobs.sum() + t.lse.sum(), z)[0] for t in (got, want))
     assert torch.allclose(dx, wanted)
@@ -114,7 +116,7 @@ TRANSFORMED: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("function", TRANSFORMED)
 def test_a_compiled_transform_is_that_of_eager(device: str, function: str) -> None:
-    """No operator has a rule for vmap or torch.func.grad, so they take the formulas."""
+    """Transformed calls take the formulas, because no operator has a rule for vmap or torch.func.grad."""
     x, operators = torch.randn(2, 3, 40, device=device), list[str]()
     transformed = torch.func.vmap(torch.func.grad(lambda x: TRANSFORMED[function](x).sum()))
     torch.testing.assert_close(traced(transformed, operators)(x), transformed(x))
@@ -137,7 +139,7 @@ def test_a_program_of_a_cpu_needs_no_operator_and_takes_any_number_of_rows() -> 
 
 
 @pytest.mark.gpu
-# PyTorch captures an empty graph at its beginning.
+# The first CUDA graph of Inductor is empty.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_cuda_graphs_of_compiled_steps_sample() -> None:
     """A step of decoding that Inductor compiles into a CUDA graph gives the tokens of eager calls."""

@@ -90,10 +90,10 @@ def resharded(t: Array, sharding: NamedSharding) -> Array:
     return moved
 
 
-def sharded_as(x: Array, t: Array) -> Array:
-    """On an explicit mesh, the array with the sharding of x along the axes of x's size; elsewhere the array.
+def sharded_as(t: Array, x: Array) -> Array:
+    """Return t sharded as x along the axes where their sizes agree; without an explicit mesh, t as it is.
 
-    A gradient would else have the sharding of both, and JAX takes only that of x.
+    The gradient of x must have the sharding of x alone, so no operand may bring another.
     """
     of_x, own = jax.typeof(x).sharding, jax.typeof(t).sharding
     mesh = own.mesh if of_x.mesh.empty else of_x.mesh

@@ -239,7 +239,7 @@ def primitive(
         before, _state.exports = _state.exports, context.module_context.lowering_parameters.for_export
         try:
             with within():
-                sizes = _in_integers_of_jax(context.dim_var_values)
+                sizes = _in_default_integers(context.dim_var_values)
                 return array_types.of_plain_arrays(lowering)(context.replace(dim_var_values=sizes), *values, **params)
         finally:
             _state.exports = before
@@ -249,10 +249,10 @@ def primitive(
     return made
 
 
-def _in_integers_of_jax(numbers: Any) -> tuple[Any, ...]:
-    """The platform's number in a program for several ones, and sizes that are symbols, as JAX's functions take them.
+def _in_default_integers(numbers: Any) -> tuple[Any, ...]:
+    """The sizes of a lowering, and the index of its platform, in the integers that JAX has by default.
 
-    A context with 64-bit types has wider integers than the program.
+    With 64-bit types switched on, JAX expects wider ones than the program has.
     """
     wanted = mlir.ir.RankedTensorType.get([], mlir.dtype_to_ir_type(jnp.dtype(jnp.result_type(int))))
     # JAX does not declare the functions of the dialect.

@@ -56,7 +56,7 @@ class Rows(NamedTuple):
 
     def last(self, t: Array) -> Array:
         """An array of the caller's shape, in the layout of x."""
-        return array_types.sharded_as(self.x, _last(t, self.axes))
+        return array_types.sharded_as(_last(t, self.axes), self.x)
 
     def back_of_row(self, y: Array) -> Array:
         """A result for some elements of each row, with their axis in the place of the only reduced axis."""
@@ -99,7 +99,7 @@ def rows_of(name: str, x: Array, axis: Axis, options: ScoreOptions, axis_name: A
     elif jnp.finfo(narrow).bits < 16:
         x = x.astype(jnp.float32)
     last = array_types.vary(_last(x, axes), frozenset(names))
-    arrays = {option: array_types.sharded_as(last, t) for option, t in arrays.items()}
+    arrays = {option: array_types.sharded_as(t, last) for option, t in arrays.items()}
     return Rows(last, arrays, options, axes, x.shape, narrow, names)
 
 

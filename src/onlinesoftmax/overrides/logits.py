@@ -93,7 +93,7 @@ class Deferred(TorchDispatchMode):
 def deferred(
     input: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, strict: bool, memory: int | None
 ) -> Tensor:
-    """The result of `linear`, which is not computed.
+    """Logits in place of the result of `linear`, which is not computed; or the result where PyTorch computed it.
 
     Args:
         input: Hidden states (..., hidden).
@@ -113,7 +113,7 @@ def deferred(
         if input.dim() == 2:
             return y
         shape = (*input.shape[:-1], weight.shape[0])
-        # A view only where PyTorch's is one: a change in place of a view drops the hooks that it had before.
+        # A view only where PyTorch's is one: a change in place drops the hooks that were on a view before.
         is_view = bias is not None and input.is_contiguous()
         return y.view(shape) if is_view else aten._unsafe_view(y, shape)
 

@@ -1,6 +1,7 @@
 """Sampling from flat rows as custom operators of PyTorch: opaque to torch.compile and torch.export.
 
-They have no gradient.  Where `topk_logprobs` needs one, its tokens are passed to log-probabilities that have one.
+They have no gradient.  For one, `topk_logprobs` takes only tokens and ranks from its operator, and computes the rest
+by operations that have gradients.
 """
 
 from __future__ import annotations
@@ -20,28 +21,35 @@ from .topk import found_of
 
 Tensor = torch.Tensor
 
+_FIELDS = len(Parameters._fields)
+
 _PARAMETERS = "Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, bool first, SymInt? most"
-"""The fields of `Parameters`."""
+"""The fields of `Parameters` in a schema, in their order."""
 
 
 def _sample(z: Tensor, *rest: Any) -> list[Tensor]:
-    """`sample_flat` of z and parameters, seed, offset, raw, top and most: the fields that are not None."""
-    *fields, support = sample_flat(z, Parameters(*rest[:6]), *rest[6:])
+    """Run `sample_flat`; the rest are the fields of `Parameters`, then its other arguments.
+
+    Results that are None are left out.
+    """
+    *fields, support = sample_flat(z, Parameters(*rest[:_FIELDS]), *rest[_FIELDS:])
     return [t.contiguous() for t in (*fields, *(support or ())) if t is not None]
 
 
+# A fake has the shapes and dtypes of an operator's results.
 def _fake_sample(z: Tensor, *rest: Any) -> list[Tensor]:
-    rows, (top, most) = z.shape[0], rest[-2:]
+    rows, (top, supported) = z.shape[0], rest[-2:]
     whole, real = (z.new_empty(rows, dtype=dtype) for dtype in (torch.int64, accumulator_of(z.dtype, z.dtype)))
     found = [whole, real, torch.empty_like(real), torch.empty_like(whole), z.new_empty(rows, dtype=torch.bool)]
     if top:
         found += [whole.new_empty(rows, top), real.new_empty(rows, top)]
-    return found + ([whole.new_empty(rows * most), whole.new_empty(rows + 1)] if most else [])
+    return found + ([whole.new_empty(rows * supported), whole.new_empty(rows + 1)] if supported else [])
 
 
 def _verify(z: Tensor, drafts: Tensor, draft: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """`verify_flat` of these and parameters, seed and offset."""
-    return tuple([t.contiguous() for t in verify_flat(z, drafts, draft, Parameters(*rest[:6]), *rest[6:])])
+    """Run `verify_flat`; the rest are the fields of `Parameters`, then its other arguments."""
+    left = verify_flat(z, drafts, draft, Parameters(*rest[:_FIELDS]), *rest[_FIELDS:])
+    return tuple([t.contiguous() for t in left])
 
 
 def _fake_verify(z: Tensor, drafts: Tensor, *_: Any) -> tuple[Tensor, ...]:
@@ -51,7 +59,7 @@ def _fake_verify(z: Tensor, drafts: Tensor, *_: Any) -> tuple[Tensor, ...]:
 
 
 def _listed(z: Tensor, target: Tensor | None, k: int) -> list[Tensor]:
-    """Values, indices, log-probabilities, lse, and log-probability and rank of a target, of rows (rows, tokens)."""
+    """Values, indices, log-probabilities and lse of scores (rows, tokens), and log-probability and rank of a target."""
     rows, tokens = z.shape
     found = found_of(Logits(TORCH, "topk_logprobs", z, 1, PLAIN, (rows,), tokens), k, target)
     return [t.contiguous() for t in (*found[:3], found.lse, *found[3:5]) if t is not None]
@@ -69,7 +77,7 @@ for _name, _run, _fake, _schema in (
     ("topk_logprobs", _listed, _fake_listed, "(Tensor z, Tensor? target, int k) -> Tensor[]"),
     (
         "sample", _sample, _fake_sample,
-        f"(Tensor z, {_PARAMETERS}, Tensor seed, Tensor offset, bool raw, SymInt top, SymInt most_kept) -> Tensor[]",
+        f"(Tensor z, {_PARAMETERS}, Tensor seed, Tensor offset, bool raw, SymInt top, SymInt support) -> Tensor[]",
     ),
     (
         "verify", _verify, _fake_verify,

@@ -31,14 +31,14 @@ def sample(
     Args:
         logits: The logits.
         parameters: Temperature and filters.
-        seed, offset: What the noise of a row is made of, (rows,) int64.
+        seed, offset: Seed of each row, and its position in the random stream of that, (rows,) int64.
         raw: True for log-probabilities of the scores as they are, without temperature and filters.
         top: Number of the largest log-probabilities to return.
         most: Most tokens of a row in the support; 0 for no support.
     """
     z, rows = logits.as_rows(), logits.rows
-    way = _sample_by_operator if _is_opaque(z) else sample_flat
-    found = way(z, parameters, seed, offset, raw, top, most)
+    sample_rows_of = _sample_by_operator if _needs_operator(z) else sample_flat
+    found = sample_rows_of(z, parameters, seed, offset, raw, top, most)
     fields: list[Any] = [None if t is None else t.reshape(rows + t.shape[1:]) for t in found[:7]]
     return Sampled(*[*fields, found.support])
 
@@ -46,15 +46,16 @@ def sample(
 def sample_flat(
     z: Tensor, parameters: Parameters, seed: Tensor, offset: Tensor, raw: bool, top: int, most: int
 ) -> Sampled:
-    """`sample` of scores (rows, tokens), by a kernel or in PyTorch's operations."""
+    """`sample` of scores (rows, tokens), by a kernel or in PyTorch's operations; its results have one axis of rows."""
     given, listed = (parameters, seed, offset, raw), max(top, most)
     found, tokens = _sample_by_kernel(z, *given, listed), None
     if found is None and listed > top:
-        # A kernel may list fewer tokens than the support needs.
+        # No kernel lists so many tokens.  One may sample, and `largest` lists them.
         found = _sample_by_kernel(z, *given, top)
         tokens = None if found is None else largest(z, most)
     by_kernel = found is not None
-    found = found or sample_rows(_wide(z), *given, listed)
+    if found is None:
+        found = sample_rows(_wide(z), *given, listed)
     tops: list[Any] = [found.top_tokens, found.top_logprobs]
     support = None
     if most and by_kernel:
@@ -95,8 +96,8 @@ def _kernels_take(z: Tensor) -> bool:
     return plain and reads_cuda(z) and z.dtype != torch.float64
 
 
-def _is_opaque(z: Tensor) -> bool:
-    """True where a trace gets an operator, because our kernels may take the scores when it runs."""
+def _needs_operator(z: Tensor) -> bool:
+    """True for scores in a trace that a kernel may take when the traced program runs, on whichever machine."""
     return is_traced(z) and not is_transformed() and z.is_cuda and z.dtype != torch.float64
 
 
@@ -116,14 +117,15 @@ def verify(
         drafts: Drafted tokens (..., n).
         draft: Logits (..., n, tokens) that they were sampled from, or None.
         parameters: Temperature and filters of each row of drafts.
-        seed, offset: What the noise of the first position of each row is made of.
+        seed, offset: As for `sample`, of the first position of each row.
     """
     *rows, n = drafts.shape
     z, other = target.as_rows(), None if draft is None else draft.as_rows()
     if other is not None and other.dtype != z.dtype:
+        # A kernel reads both in one dtype.  float64 stays as it is: no kernel takes it.
         z, other = _wide(z), _wide(other)
-    way = _verify_by_operator if _is_opaque(z) else verify_flat
-    left = way(z, drafts.reshape(seed.shape[0], n).long(), other, parameters, seed, offset)
+    verify_rows_of = _verify_by_operator if _needs_operator(z) else verify_flat
+    left = verify_rows_of(z, drafts.reshape(seed.shape[0], n).long(), other, parameters, seed, offset)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
 
 
@@ -131,10 +133,11 @@ def verify_flat(
     z: Tensor, drafts: Tensor, draft: Tensor | None, parameters: Parameters, seed: Tensor, offset: Tensor
 ) -> Verified:
     """`verify` of scores (rows * (n + 1), tokens) and (rows * n, tokens), and int64 drafts (rows, n)."""
-    if _kernels_take(z):
+    models = [t for t in (z, draft) if t is not None]
+    if all(map(_kernels_take, models)):
         from .kernels import verify_launch
 
-        models = [adjacent(t) for t in (z, draft) if t is not None]
+        models = list(map(adjacent, models))
         run = verify_launch.bind(models, tuple(seed.shape), drafts.shape[-1], parameters)
         if run is not None:
             operands = parameters.temperature, seed, offset, parameters[1:4]

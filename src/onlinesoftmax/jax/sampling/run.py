@@ -194,22 +194,26 @@ def _listed(options: ScoreOptions, k: int, operands: Values) -> list[Array]:
 
 @partial(_listed.defjvp, symbolic_zeros=True)
 def _jvp(options: ScoreOptions, k: int, primals: Any, tangents: Any) -> tuple[list[Array], list[Any]]:
+    """The results and their changes; the tokens are constants, and the scores change at them."""
     (operands,), (given,) = primals, tangents
     found = _listed(options, k, operands)
-    values, columns, logprobs, lse, *more = found
+    values, columns, logprobs, lse, *of_target = found
     is_zero = jax.custom_derivatives.SymbolicZero
     changes = {name: t for name, t in given.items() if not isinstance(t, is_zero)}
     if "x" in changes:
-        # The gradients of the elements are added to that of lse, which must not be rounded before.
+        # In the backward pass, the gradients of the elements and of lse are added up in this dtype, and rounded once.
         changes["x"] = _wide(changes["x"])
     target = operands.get("target")
     if target is not None:
-        inside = more[1][..., None] > 0
+        inside = of_target[1][..., None] > 0
         columns = jnp.concatenate([columns, jnp.where(inside, target, 0)], -1)
 
     def chosen(some: Values) -> Array:
         own = {**operands, **some}
         return scores_at(options, own["x"], own, columns)
+
+    # The log-probability of the largest score m is -log(l).
+    state = {"m": values[..., 0], "l": jnp.exp(-logprobs[..., 0])} if k else {"m": lse, "l": jnp.ones_like(lse)}
 
     # The checkpoint keeps the logits in their dtype, and no float32 array of their size.
     @jax.checkpoint
@@ -218,12 +222,12 @@ def _jvp(options: ScoreOptions, k: int, primals: Any, tangents: Any) -> tuple[li
 
     at = {name: _wide(operands[name]) if name == "x" else operands[name] for name in changes}
     _, dz = jax.jvp(chosen, (at,), (changes,))
-    # The state of a row follows from its largest score.
-    state = {"m": values[..., 0], "l": jnp.exp(-logprobs[..., 0])} if k else {"m": lse, "l": jnp.ones_like(lse)}
     dlse = of_lse(operands["x"], changes)
     each = dz - dlse[..., None]
-    none = [jnp.where(inside, each[..., k:], 0)[..., 0], _no_change(more[1])] if target is not None else []
-    return found, [dz[..., :k], _no_change(found[1]), each[..., :k], dlse, *none]
+    changes_of_target: list[Any] = []
+    if target is not None:
+        changes_of_target = [jnp.where(inside, each[..., k:], 0)[..., 0], _no_change(of_target[1])]
+    return found, [dz[..., :k], _no_change(found[1]), each[..., :k], dlse, *changes_of_target]
 
 
 def _no_change(t: Array) -> Any:
