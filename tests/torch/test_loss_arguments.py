@@ -55,6 +55,7 @@ WRONG: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "'z_loss' must be float, not str", {"z_loss": "0.1"}),
     (TypeError, "'z_loss' must be float, not Tensor", {"z_loss": ONE}),
     (ValueError, "softcap must be positive", {"softcap": -1.0}),
+    (ValueError, "scale must fit a float", {"scale": 10**400}),
     (TypeError, "scale must be a number", {"scale": "1"}),
     (RuntimeError, "scale requires a gradient", {"scale": ONE.clone().requires_grad_()}),
     (RuntimeError, "scale must .* one number per row", {"scale": torch.ones_like(X)}),

@@ -132,7 +132,8 @@ def checked_options(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: softcap is not positive and finite, or fully_masked is neither "nan" nor "zero".
+        ValueError: scale is an integer that no float holds, softcap is not positive and finite, or fully_masked is
+            neither "nan" nor "zero".
     """
     number = is_number(scale)
     # NumPy's True is no number, and equals the scale 1 in the key of a prepared call.
@@ -148,10 +149,12 @@ def checked_options(
         raise TypeError(f"{operation}(): causal must be a bool, not {type(causal).__name__}")
     if fully_masked not in ("nan", "zero"):
         raise ValueError(f"{operation}(): fully_masked must be 'nan' or 'zero', got {fully_masked!r}")
-    options = ScoreOptions(
-        float(scale) if number else scale, None if softcap is None else float(softcap),
-        bias, mask, causal, fully_masked == "zero",
-    )  # fmt: skip
+    try:
+        factor = float(scale) if number else scale
+    except OverflowError:
+        raise ValueError(f"{operation}(): scale must fit a float, got {scale!r}") from None
+    capped = None if softcap is None else float(softcap)
+    options = ScoreOptions(factor, capped, bias, mask, causal, fully_masked == "zero")
     return None if options.is_plain() else options
 
 

@@ -45,8 +45,8 @@ def route(
         is kept but the logits.
 
     Raises:
-        TypeError, ValueError: an argument has the wrong type, dtype, shape or value.  The values of arrays are not
-            read.
+        TypeError, RuntimeError, ValueError: an argument has the wrong type, dtype, shape or value.  The values of
+            arrays are not read.
 
     Example:
         >>> import jax, jax.numpy as jnp
