@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from ..core.options import is_number
 from ..core.task import ITEMSIZE
 from ..core.whole_files import destination
 from ..core.wrong_calls import unknown
@@ -149,11 +150,10 @@ def _run(
 
 def _check_types(axis: Any, chunk_bytes: Any, tensors: Any, progress: Any) -> None:
     """Raise an error for an argument of the wrong type; `_check_request` checks the others."""
-    is_number = isinstance(chunk_bytes, Real) and not isinstance(chunk_bytes, bool)
     is_names = isinstance(tensors, Iterable) and not isinstance(tensors, bytes)
     given = {
-        "axis": (axis, "an int", isinstance(axis, Integral) and not isinstance(axis, bool)),
-        "chunk_bytes": (chunk_bytes, "a number of bytes", is_number),
+        "axis": (axis, "an int", is_number(axis) and isinstance(axis, Integral)),
+        "chunk_bytes": (chunk_bytes, "a number of bytes", is_number(chunk_bytes)),
         "tensors": (tensors, "names or None", tensors is None or is_names),
         "progress": (progress, "a function or None", progress is None or callable(progress)),
     }

@@ -174,7 +174,8 @@ class Router(torch.nn.Linear):
                 f"Router.balance(): counts must have one number for each of the {self.out_features} experts in the "
                 f"last dimension, got shape {tuple(counts.shape)}"
             )
-        check_finite("Router.balance()", "rate", rate.item() if isinstance(rate, torch.Tensor) else rate)
+        step = rate.item() if isinstance(rate, torch.Tensor) else rate
+        check_finite("Router.balance()", "rate", step)
         own: Any = self.e_score_correction_bias
         # A buffer that is a DTensor is whole on every process.
         own = own.to_local() if is_dtensor(type(own)) else own
@@ -183,7 +184,7 @@ class Router(torch.nn.Linear):
             counts = counts.full_tensor()  # type: ignore[attr-defined]  # a DTensor
         found, _ = total(counts.reshape(-1, self.out_features).sum(0), group)
         found = found.to(own.dtype)
-        own.add_((found.mean() - found).sign(), alpha=rate)
+        own.add_((found.mean() - found).sign(), alpha=step)
 
     def extra_repr(self) -> str:
         """PyTorch's, with the arguments that are not at their defaults."""

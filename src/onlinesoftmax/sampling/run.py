@@ -37,8 +37,8 @@ def sample(
         most: Most tokens of a row in the support; 0 for no support.
     """
     z, rows = logits.as_rows(), logits.rows
-    sample_rows_of = _sample_by_operator if _needs_operator(z) else sample_flat
-    found = sample_rows_of(z, parameters, seed, offset, raw, top, most)
+    sampler = _sample_by_operator if _needs_operator(z) else sample_flat
+    found = sampler(z, parameters, seed, offset, raw, top, most)
     fields: list[Any] = [None if t is None else t.reshape(rows + t.shape[1:]) for t in found[:7]]
     return Sampled(*[*fields, found.support])
 
@@ -124,8 +124,8 @@ def verify(
     if other is not None and other.dtype != z.dtype:
         # A kernel reads both in one dtype.  float64 stays as it is: no kernel takes it.
         z, other = _wide(z), _wide(other)
-    verify_rows_of = _verify_by_operator if _needs_operator(z) else verify_flat
-    left = verify_rows_of(z, drafts.reshape(seed.shape[0], n).long(), other, parameters, seed, offset)
+    verifier = _verify_by_operator if _needs_operator(z) else verify_flat
+    left = verifier(z, drafts.reshape(seed.shape[0], n).long(), other, parameters, seed, offset)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
 
 
