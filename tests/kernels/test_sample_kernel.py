@@ -41,7 +41,10 @@ def simulated(
     # Shared memory holds the slices of several blocks.
     tiles = -(-source.slice_of(cols, cluster) // (512 * source.TOKENS)) if aligned and cluster > 1 else 0
     threads, resident = (512, 2) if lists == source.LONG else (256, 4)
-    shape = source.Shape(str(x.dtype).removeprefix("torch."), cluster, threads, resident, aligned, tiles, lists)
+    k = given.get("top_k", 0)
+    by_mass = isinstance(k, Tensor) or not 0 < k < cols
+    dtype = str(x.dtype).removeprefix("torch.")
+    shape = source.Shape(dtype, cluster, threads, resident, aligned, tiles, lists, by_mass)
     dtypes = dict.fromkeys(("token", "kept", "top_tokens", "kept_key"), torch.int64) | {"kept_sum": torch.float64}
     operands = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "offset": 0}
     operands |= {name: value for name, value in given.items() if name in operands}
@@ -162,10 +165,12 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
     check(wide, 1, folder, 0, seed=torch.arange(2), temperature=3e38)
 
 
-@pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 16), ("sm_100", 8)])
-def test_the_kernel_compiles(arch: str, cluster: int, log_of: Any) -> None:
+@pytest.mark.parametrize(
+    ("arch", "cluster", "by_mass"), [("sm_80", 1, True), ("sm_90", 16, True), ("sm_90", 16, False), ("sm_100", 8, True)]
+)
+def test_the_kernel_compiles(arch: str, cluster: int, by_mass: bool, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    log = log_of(source.KERNEL.source(source.Shape("float32", cluster, 512, 1, True, 4)), arch)
+    log = log_of(source.KERNEL.source(source.Shape("float32", cluster, 512, 1, True, 4, by_mass=by_mass)), arch)
     assert not compile.usage(log)["spills"]
 
 

@@ -174,11 +174,11 @@ def _of_sample(asked: Asked, device: Device) -> list[Program]:
         raise ValueError(f"sample: {reason}")
     given = rows, cols, asked.dtype, cols * x.element_size() % 16 == 0
     texts = {"without a filter": unfiltered.KERNEL.source(unfiltered.shape_of(*given, False, device))}
-    filtered, short = (source.shape_of(*given, device, listed) for listed in (None, source.SHORT.most))
-    if filtered is not None:
-        texts["with filters"] = source.KERNEL.source(filtered)
-    if short is not None and short != filtered:
-        texts["with one top_k"] = source.KERNEL.source(short)
+    few = source.SHORT.most
+    for what, listed in {"with filters": None, "with one top_k": few, f"with one top_k above {few}": few + 1}.items():
+        shape = source.shape_of(*given, device, listed)
+        if shape is not None and (text := source.KERNEL.source(shape)) not in texts.values():
+            texts[what] = text
     return [Program(asked.named(device, what), text) for what, text in texts.items()]
 
 

@@ -41,26 +41,16 @@ __device__ inline void add_counts(const Slice& slice, const Spread& spread, uint
 // The bin in which the masses of a row reach the goal of top_p, nearly.  All blocks compute the same.
 __device__ inline int estimate(const Row& row, Slice& slice, const Spread& spread, uint64* room, Board* board) {
     constexpr int OWN = SPREAD / THREADS;
-    const int thread = threadIdx.x;
-    Exchange& exchange = *slice.exchange;
-    if (thread == 0) exchange.found[0] = 0, board->peak = 0;
+    const int thread = threadIdx.x, lane = thread % 32;
+    if (thread == 0) board->peak = 0;
     if (CLUSTER > 1) add_counts(slice, spread, room);
-    __syncthreads();
-    // Adjacent threads take the lists of different blocks.  Sums of whole numbers are the same in all blocks.
-    const int of = thread % CLUSTER, above = int(slice.shared()[of][3]);
-    uint64 masses = 0;
-#pragma unroll 1
-    for (int i = thread / CLUSTER; i < above; i += THREADS / CLUSTER)
-        masses += row.mass(get_word(&spread.above[i], of));
-    masses = sum_of_lanes(masses);
-    if (thread % 32 == 0 && masses) add_shared(&exchange.found[0], masses);
-    __syncthreads();
+    const float first = Masses::of_word(lane < CLUSTER ? slice.shared()[lane][0] : 0).of_lanes(row.rate).sum;
     float bins[OWN], own = 0;
 #pragma unroll
     for (int i = 0; i < OWN; ++i) {
         const float z = fmin(spread.score(thread * OWN + i + 0.5f) - row.m, 0.0f);
         bins[i] = spread.counts[thread * OWN + i] * power_of_two(z * row.rate);
-        if (thread + i == 0) bins[i] = float(int64(exchange.found[0])) / float(int64(mass_of(row.m, row.m, row.rate)));
+        if (thread + i == 0) bins[i] = first;
         if (thread * OWN + i == SPREAD - 1) bins[i] = 0;
         own += bins[i];
     }
@@ -122,10 +112,10 @@ __device__ inline void count_above(unsigned& number, unsigned& listed, float x, 
 
 // One pass over the slice, which lists the tokens in the window.  It begins with the tiles that were read last: of a slice
 // that the L2 cache does not hold, these are still there.
-__device__ __noinline__ OwnSums pass(const Row& row, Slice slice, Window window, uint64* between, Board* board) {
+__device__ __noinline__ OwnSums sum_masses(const Row& row, Slice slice, Window window, uint64* between, Board* board) {
     const float rate = row.rate;
     // These, less the bits of WHOLE plus the octave of a score, are the places that its mantissa is shifted right.
-    const unsigned right = __float_as_uint(WHOLE) + int(power_of(row.m, rate).octave) + RIGHT;
+    const unsigned right = RIGHT + __float_as_uint(plus_whole(row.m, rate));
     uint64 total = 0, of_above = 0, of_between = 0;
     unsigned number = 0, most = 0, least = 0;
     Tiles tiles;
@@ -166,7 +156,7 @@ __device__ inline void pass_together(
 ) {
     if (threadIdx.x == 0) board->counts[0] = board->limits[0] = board->limits[1] = 0;
     __syncthreads();
-    const OwnSums own = pass(row, slice, window, between, board);
+    const OwnSums own = sum_masses(row, slice, window, between, board);
     if (inbox.keys) inbox.send(slice, between, board->counts[0]);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     auto& of_warps = slice.exchange->of_warps;
@@ -210,6 +200,16 @@ __device__ inline void pass_together(
     __syncthreads();
 }
 
+namespace rare {
+// The threshold of top_p among keys, of which those above have the mass `above`.
+__device__ __noinline__ uint64 threshold_of_many(
+    const Row& row, Slice slice, uint64* keys, int count, uint64 above, uint64 goal
+) {
+    sort(keys, count);
+    return row.with_ties(key_at_mass(row, slice, keys, count, {0, -INF}, above, goal));
+}
+}
+
 // The threshold of top_p, which is in the window, whose keys a list has.  `picked` is room for as many keys.
 __device__ inline uint64 threshold(
     const Row& row, Slice& slice, const Found& found, Window window, const uint64* between, uint64* picked, Board* board
@@ -235,19 +235,18 @@ __device__ inline uint64 threshold(
         few = int(board->counts[0]), equal = board->limits[0] == ~board->limits[1];
     } while (few > 32 && !equal);
     if (equal && !row.first) return uint64(board->limits[0]) << 32;
-    if (few > 32) {
-        sort(picked, few);
-        return row.with_ties(key_at_mass(row, slice, picked, few, {0, -INF}, range.above, found.goal));
-    }
-    // A lane has a key, and adds the masses of those from it on; every warp does the same.
-    const int lane = threadIdx.x % 32;
-    const uint64 own = lane < few ? picked[lane] : 0, mass = lane < few ? row.mass(own) : 0;
-    uint64 sum = range.above;
+    if (few > 32) return rare::threshold_of_many(row, slice, picked, few, range.above, found.goal);
+    // A lane has a key, and wants the masses of those from it on.  Each warp adds some of them.
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const uint64 own = lane < few ? picked[lane] : 0;
+    uint64 part = 0, sum = range.above;
 #pragma unroll 1
-    for (int i = 0; i < few; ++i) {
-        const uint64 other = from_lane(mass, i);
-        if (from_lane(own, i) >= own) sum += other;
-    }
+    for (int i = warp; i < few; i += WARPS) part += picked[i] >= own ? row.mass(picked[i]) : 0;
+    uint64* const parts = slice.exchange->bins;
+    parts[threadIdx.x] = part;
+    __syncthreads();
+#pragma unroll 4
+    for (int i = 0; i < WARPS; ++i) sum += parts[i * 32 + lane];
     // The largest key that reaches the goal.
     return row.with_ties(largest_of_lanes(lane < few && sum >= found.goal ? own : 0));
 }
@@ -323,7 +322,7 @@ __device__ inline bool choose_by_mass(
     }
     slice.tell(words);
     if (!words[0]) return true;
-    const int next = win_again(row, slice, {words[1], row.least}, words[2], rivals, board, result);
+    const int next = rare::win_again(row, slice, {words[1], row.least}, words[2], rivals, board, result);
     slice.turn = next < 0 ? ~next : next;
     return next >= 0;
 }

@@ -113,21 +113,26 @@ struct Reading { float peak; bool bad, fits; };
 
 // Lists the candidates of a slice that shared memory holds, with a threshold that is good for all of it: most threads have no
 // token that reaches it, not even their largest, `peak`.  The list is empty where it does not fit.
-__device__ __noinline__ Reading list_held(int wanted, Slice slice, uint64* list, Board* board, float peak, bool bad) {
+__device__ inline Reading list_held(int wanted, Slice slice, uint64* list, Board* board, float peak, bool bad) {
     Reading reading{peak, bad, true};
     const float threshold = board->threshold;
     if (!(peak < threshold))
 #pragma unroll 1
-        for (int tile = 0; tile < slice.count; tile += TILE) {
-            Tiles tiles;
-            tiles.take(slice, tile);
-            unsigned hits = 0;
+        for (int first = 0; first < slice.count; first += 32 / OWN_TOKENS * TILE) {
+            // A bit for each token of several tiles: reads of shared memory that nothing waits for overlap.
+            const int end = min(slice.count, first + 32 / OWN_TOKENS * TILE);
+            unsigned hits = 0, bit = 1;
+#pragma unroll 2
+            for (int tile = first; tile < end; tile += TILE) {
+                Tiles tiles;
+                tiles.take(slice, tile);
 #pragma unroll
-            for (int i = 0; i < OWN_TOKENS; ++i) hits |= unsigned(tiles.score(i) >= threshold) << i;
+                for (int i = 0; i < OWN_TOKENS; ++i) hits |= tiles.score(i) >= threshold ? bit << i : 0;
+                bit <<= OWN_TOKENS;
+            }
 #pragma unroll 1
             for (; hits; hits &= hits - 1) {
-                const int token = tile + Tiles::token(__ffs(hits) - 1);
-                // The registers cannot be indexed.
+                const int i = __ffs(hits) - 1, token = first + i / OWN_TOKENS * TILE + Tiles::token(i % OWN_TOKENS);
                 const float x = wide(slice.held[token / VECTOR], token % VECTOR);
                 append(list, CAPACITY, &board->count, key_of(x, unsigned(slice.begin + token)));
             }

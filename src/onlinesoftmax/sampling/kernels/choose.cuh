@@ -9,7 +9,8 @@ struct Row {
     double divisor, top_p;   // the temperature, 1 for a greedy row; the mass to keep
     double least;            // the least difference to the largest score that min_p keeps
     int64 k;                 // the number of tokens that top_k keeps; 0 for all
-    uint64 seed, offset;
+    uint64 seed, offset;     // one load has both
+    double inverse;          // of the divisor
     int wanted;              // how many of the largest keys the lists must have
     bool first, greedy;      // `first` as in Sampling
     bool by_mass;            // all tokens may be kept: their masses have to be added
@@ -43,7 +44,7 @@ __device__ inline double sum_of(const Row& row, uint64 key) {
 
 // The key of a sorted list at which the running sum of the masses, from `before` on, reaches the goal; a goal of 0
 // stands for row.goal(the sum of the kept masses).
-__device__ __noinline__ uint64 key_at_mass(
+__device__ inline uint64 key_at_mass(
     const Row& row, Slice slice, const uint64* list, int count, Kept kept, uint64 before, uint64 goal
 ) {
     bool known = goal;
@@ -68,6 +69,7 @@ __device__ __noinline__ uint64 key_at_mass(
 }
 
 // The token of a list that wins among those that are kept, with every rounding of the formula, given to all threads.
+namespace rare {
 __device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const uint64* list, int count, Kept kept) {
     Best best{-INF, 0};
 #pragma unroll 1
@@ -77,10 +79,11 @@ __device__ __noinline__ uint64 exact_winner(const Row& row, Slice slice, const u
     slice.merge_threads(words, merge_best);
     return words[1];
 }
+}
 
 // The masses and the number of the kept keys of a list, and the winner among those of another list, for all threads.
 struct Chosen { uint64 mass, number; Winner winner; };
-__device__ __noinline__ Chosen sum_and_win(
+__device__ inline Chosen sum_and_win(
     const Row& row, Slice slice, const uint64* list, int count, const uint64* rivals, int number, Kept kept
 ) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -92,7 +95,7 @@ __device__ __noinline__ Chosen sum_and_win(
         if (row.keeps(list[i], kept)) mass += row.mass(list[i]), ++kept_keys;
     Winner own{0, 0, 0};
 #pragma unroll 1
-    for (int i = threadIdx.x; i < number; i += THREADS) {
+    for (int i = THREADS - 1 - threadIdx.x; i < number; i += THREADS) {   // beside the warps of the masses
         const uint64 key = rivals[i];
         if (!row.keeps(key, kept)) continue;
         const float noise = -log_of_two(exponential(bits_of(token_of(key), row.offset, row.seed)));
@@ -115,7 +118,7 @@ __device__ __noinline__ Chosen sum_and_win(
     }
     __syncthreads();   // before the words of warps are overwritten
     // A product with a smaller rate may be no normal number, which is too rough.
-    if (own.word && !(own.certain() && row.rate > 1e-30f)) own.key = exact_winner(row, slice, rivals, number, kept);
+    if (own.word && !(own.certain() && row.rate > 1e-30f)) own.key = rare::exact_winner(row, slice, rivals, number, kept);
     return {mass, kept_keys, own};
 }
 

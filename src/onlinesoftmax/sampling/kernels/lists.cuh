@@ -35,22 +35,25 @@ __device__ inline unsigned bits_reached(unsigned own, int n, int bits) {
 }
 
 // Sorts a list from its largest key on; it is filled up to a power of two, for which there must be room.
-__device__ __noinline__ void sort(uint64* list, int count) {
+__device__ inline void sort(uint64* list, int count) {
     const int thread = threadIdx.x;
     const int bits = max(32 - __clz(max(count - 1, 0)), 5), size = 1 << bits;
     if (size <= THREADS / 2) {
         // Adjacent threads count the keys above one key, and wait for some of them at the same time.
         constexpr int AT_ONCE = 8;
         const int bits_of_parts = min(31 - __clz(THREADS) - bits, 5), parts = 1 << bits_of_parts, i = thread >> bits_of_parts;
-        const uint64 own = i < count ? list[i] : 0;
+        // No key is below 0, so the places behind the list count for none.
+        if (count + thread < size + AT_ONCE * parts) list[count + thread] = 0;
+        __syncthreads();
+        const uint64 own = list[i];
         int rank = 0;
 #pragma unroll 1
         for (int j = thread & (parts - 1); j < count; j += AT_ONCE * parts) {
             uint64 keys[AT_ONCE];
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) keys[k] = list[min(j + k * parts, size - 1)];
+            for (int k = 0; k < AT_ONCE; ++k) keys[k] = list[j + k * parts];
 #pragma unroll
-            for (int k = 0; k < AT_ONCE; ++k) rank += j + k * parts < count && keys[k] > own;
+            for (int k = 0; k < AT_ONCE; ++k) rank += keys[k] > own;
         }
 #pragma unroll 1
         for (int step = 1; step < parts; step *= 2) rank += across(rank, step);

@@ -17,30 +17,38 @@ __device__ inline unsigned mantissa_of(float g) {
     return __float_as_uint(power) - 0x3f000000;
 }
 
+// The `bits` of shifted that give the mass of a score in the octave of the largest one: the whole part of x * rate.
+constexpr int RIGHT = 32 - (MASS_BITS - FRACTION_BITS);
+
 // The sum of WHOLE and a number y up to NEAR is a whole number in float32: its bits, less those of WHOLE, are a rounded y.
 constexpr float WHOLE = 12582912.0f, NEAR = 2097152.0f;   // 1.5 * 2^23, 2^21
 // x * rate + WHOLE, rounded down.
 __device__ inline float plus_whole(float x, float rate) { return __fmaf_rd(x, rate, WHOLE); }
 
-// 2^(x * rate) as mantissa * 2^(octave - FRACTION_BITS).
-struct Power { double octave; unsigned mantissa; };
-__device__ inline Power power_of(float x, float rate) {
-    if (fabs(x * rate) < NEAR) {
-        const float octave = plus_whole(x, rate) - WHOLE;
-        // The sum is from 1 to 2, both included, where float32 numbers are multiples of 2^-23.
-        return {octave, mantissa_of(fma(x, rate, 1 - octave))};
-    }
-    const double y = double(x) * rate, octave = floor(y);
-    const double fraction = fabs(y) < INF ? rounded((y - octave) * (1 << FRACTION_BITS)) : 0;
-    return {octave, mantissa_of(float(1 + fraction * (1.0 / (1 << FRACTION_BITS))))};
-}
+// Functions for rare rows.  The assembler sorts functions by name, and these names come last (docs/sampling_kernels.md).
+namespace rare {
+// The octave of a score, in float64, which holds the product.
+__device__ inline double octave_of(float x, float rate) { return floor(double(x) * rate); }
 
-// The `bits` of shifted that give the mass of a score in the octave of the largest one.
-constexpr int RIGHT = 32 - (MASS_BITS - FRACTION_BITS);
+// The mass of a score for which one of both products is no float32 number of the size of NEAR; 0 for NaN.
+__device__ __noinline__ uint64 mass_of_far(float x, float m, float rate) {
+    const double y = double(x) * rate, octave = octave_of(x, rate), octaves = x == m ? 0 : octave_of(m, rate) - octave;
+    const double fraction = fabs(y) < INF ? rounded((y - octave) * (1 << FRACTION_BITS)) : 0;
+    const unsigned mantissa = mantissa_of(float(1 + fraction * (1.0 / (1 << FRACTION_BITS))));
+    return octaves < 64 ? shifted(mantissa, RIGHT + int(octaves)) : 0;
+}
+}
 
 // The mass of a score in a row with the largest score m.
 __device__ inline uint64 mass_of(float x, float m, float rate) {
-    const Power own = power_of(x, rate);
-    const double octaves = x == m ? 0 : power_of(m, rate).octave - own.octave;
-    return octaves < 64 ? shifted(own.mantissa, RIGHT + int(octaves)) : 0;   // 0 also for NaN
+    if (!(fabs(x * rate) < NEAR && fabs(m * rate) < NEAR)) return rare::mass_of_far(x, m, rate);
+    const float y = plus_whole(x, rate);
+    // The sum is from 1 to 2, both included, where float32 numbers are multiples of 2^-23.
+    const unsigned mantissa = mantissa_of(fma(x, rate, (WHOLE + 1) - y));
+    return shifted(mantissa, RIGHT + (__float_as_uint(plus_whole(m, rate)) - __float_as_uint(y)));
+}
+
+// A mass over that of the largest token: of this one alone it is 1.
+__device__ inline double over_largest(uint64 mass, float m, float rate) {
+    return double(int64(mass)) / double(int64(mass_of(m, m, rate)));
 }

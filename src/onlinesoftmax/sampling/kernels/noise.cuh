@@ -6,19 +6,32 @@ __device__ inline void multiply(unsigned& low, unsigned& high, unsigned a, unsig
         : "=r"(low), "=r"(high) : "r"(a), "r"(b));
 }
 
-// The four words of the generator in philox.py for four adjacent tokens; a stream is one use of the noise.
-struct Words { unsigned of[4]; };
-__device__ inline Words philox(unsigned block, uint64 offset, uint64 seed, unsigned stream = 0) {
-    unsigned a = block, b = unsigned(offset), c = unsigned(offset >> 32), d = stream;
-    unsigned low = unsigned(seed), high = unsigned(seed >> 32);
-#pragma unroll
-    for (int i = 0; i < ROUNDS; ++i) {
+// The generator in philox.py.
+struct Generator {
+    unsigned a, b, c, d, low, high;
+
+    __device__ inline void turn() {
         unsigned upper_a, lower_a, upper_c, lower_c;
         multiply(lower_a, upper_a, a, 0xD2511F53u), multiply(lower_c, upper_c, c, 0xCD9E8D57u);
         a = upper_c ^ b ^ low, b = lower_c, c = upper_a ^ d ^ high, d = lower_a;
         low += 0x9E3779B9u, high += 0xBB67AE85u;
     }
-    return {{a, b, c, d}};
+};
+
+// Its four words for four adjacent tokens; a stream is one use of the noise.  With `BRIEF`, few instructions: where it runs
+// once, these take longer to come from memory than to run.
+struct Words { unsigned of[4]; };
+template <bool BRIEF = false>
+__device__ inline Words philox(unsigned block, uint64 offset, uint64 seed, unsigned stream = 0) {
+    Generator g{block, unsigned(offset), unsigned(offset >> 32), stream, unsigned(seed), unsigned(seed >> 32)};
+    if constexpr (BRIEF) {
+#pragma unroll 1
+        for (int i = 0; i < ROUNDS; ++i) g.turn();
+    } else {
+#pragma unroll
+        for (int i = 0; i < ROUNDS; ++i) g.turn();
+    }
+    return {{g.a, g.b, g.c, g.d}};
 }
 
 // Fast functions of float32 numbers.
@@ -81,7 +94,7 @@ __device__ inline void merge_best(uint64 (&to)[2], const uint64* other) {
 
 // The random bits, and the noise, of one token.
 __device__ inline unsigned bits_of(unsigned token, uint64 offset, uint64 seed, unsigned stream = 0) {
-    const Words words = philox(token / 4, offset, seed, stream);
+    const Words words = philox<true>(token / 4, offset, seed, stream);
     const unsigned low = token & 1 ? words.of[1] : words.of[0], high = token & 1 ? words.of[3] : words.of[2];
     return token & 2 ? high : low;
 }

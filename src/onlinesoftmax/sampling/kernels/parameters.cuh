@@ -21,16 +21,6 @@ struct Sampling {
     double top_p_number, min_p_number;
     int64 seed_number, offset_number;
 
-    // The place of a row's parameters; the others take it, not the row.
-    __device__ inline int64 place(int64 row) const { return each == 1 ? row : unsigned(row) / unsigned(each); }
-
-    __device__ inline float temperature_of(int64 at) const {
-        return temperature ? temperature[at] : __int_as_float(int(temperature_bits));
-    }
-    __device__ inline int64 top_k_of(int64 at) const { return of_row<int64, int>(top_k, at, 1, top_k_number); }
-    __device__ inline double top_p_of(int64 at) const { return of_row<double, float>(top_p, at, 2, top_p_number); }
-    __device__ inline double min_p_of(int64 at) const { return of_row<double, float>(min_p, at, 4, min_p_number); }
-
     template <class T, class Narrow>
     __device__ inline T of_row(const void* filter, int64 at, int64 flag, T number) const {
         if (!filter) return number;
@@ -38,36 +28,46 @@ struct Sampling {
     }
 };
 
-// Reads the parameters of a row, checks them, and derives what the row needs.
-__device__ inline void prepare(const Sampling& p, int64 number, Row& row) {
-    const int64 at = p.place(number);
-    const float temperature = p.temperature_of(at);
-    const double top_p = p.top_p_of(at), min_p = p.min_p_of(at);
-    const int64 k = p.top_k_of(at);
-    row.seed = p.seed ? p.seed[at] : p.seed_number;
-    row.offset = (p.offset ? p.offset[at] : p.offset_number) + number - at * p.each;
-    row.first = p.first;
-    row.valid = temperature >= 0 && temperature < INF && top_p == top_p && min_p == min_p;
+// The parameters of a row, as they are given.
+struct Given {
+    float temperature;
+    int64 k;
+    double top_p, min_p;
+    uint64 seed, offset;
+
+    __device__ inline void load(const Sampling& p, int64 row) {
+        const int64 at = p.each == 1 ? row : unsigned(row) / unsigned(p.each);   // the row takes the offset alone
+        temperature = p.temperature ? p.temperature[at] : __int_as_float(int(p.temperature_bits));
+        k = p.of_row<int64, int>(p.top_k, at, 1, p.top_k_number);
+        top_p = p.of_row<double, float>(p.top_p, at, 2, p.top_p_number);
+        min_p = p.of_row<double, float>(p.min_p, at, 4, p.min_p_number);
+        seed = p.seed ? p.seed[at] : p.seed_number;
+        offset = (p.offset ? p.offset[at] : p.offset_number) + row - at * p.each;
+    }
+};
+
+// Checks the parameters of a row, and derives what the row needs.
+__device__ inline void prepare(const Sampling& p, const Given& given, Row& row) {
+    const float temperature = given.temperature;
+    row.seed = given.seed, row.offset = given.offset, row.first = p.first;
+    row.valid = temperature >= 0 && temperature < INF && given.top_p == given.top_p && given.min_p == given.min_p;
     row.greedy = temperature == 0;
-    row.k = k > 0 && k < p.cols ? k : 0, row.top_p = row.greedy ? 1 : top_p;
+    row.k = given.k > 0 && given.k < p.cols ? given.k : 0, row.top_p = row.greedy ? 1 : given.top_p;
     row.divisor = row.greedy || !row.valid ? 1 : double(temperature);
-    row.by_mass = !row.greedy && !row.k;
+    row.by_mass = BY_MASS && !row.greedy && !row.k;
     const int64 wanted = max(p.top, row.greedy ? int64(1) : row.k);
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// Computes the numbers that depend on a division or a logarithm, and so take long, in a warp beside that of `prepare`.
-__device__ inline void prepare_rate(const Sampling& p, int64 number, Row& row) {
-    const int64 at = p.place(number);
-    const float temperature = p.temperature_of(at);
-    const double divisor = temperature > 0 && temperature < INF ? temperature : 1, top_p = p.top_p_of(at);
-    row.rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32);
+// Computes the numbers that depend on a division or a logarithm, and so take long, in warps beside that of `prepare`.
+__device__ inline void prepare_rate(const Given& given, Row& row) {
+    const double divisor = given.temperature > 0 && given.temperature < INF ? given.temperature : 1;
+    row.rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32), row.inverse = 1 / divisor;
     // Behind this distance from the largest score, 2^32 tokens have less than 1 - top_p, or 1e-9, of its mass together.
-    row.span = float(divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - top_p), 1e-9f)));
+    row.span = float(divisor * LOG_2) * (32 - log_of_two(fmax(float(1 - given.top_p), 1e-9f)));
 }
 // The least score, minus the largest, that min_p keeps of a row.
-__device__ inline void prepare_least(const Sampling& p, int64 number, Row& row) {
-    const int64 at = p.place(number);
-    const double divisor = p.temperature_of(at), min_p = p.min_p_of(at);
-    row.least = divisor == 0 || min_p <= 0 ? -INF : divisor * natural_log(fmin(min_p, 1.0));
+__device__ inline void prepare_least(const Given& given, Row& row) {
+    const double divisor = given.temperature;
+    row.least = divisor == 0 || given.min_p <= 0 ? -INF : divisor * natural_log(fmin(given.min_p, 1.0));
 }

@@ -31,9 +31,12 @@ struct Rivals {
     // A bit for each token of a tile that may win; the tile begins with token `first` of the row, a multiple of 4.
     __device__ inline unsigned among(const Tiles& tiles, unsigned first, uint64 seed, uint64 offset) const {
         unsigned found = 0;
+        Words of_groups[OWN_TOKENS / 4];   // at the same time, as one waits for its own steps
+#pragma unroll
+        for (int i = 0; i < OWN_TOKENS / 4; ++i) of_groups[i] = philox((first + Tiles::token(4 * i)) / 4, offset, seed);
 #pragma unroll
         for (int group = 0; group < OWN_TOKENS; group += 4) {
-            const Words words = philox((first + Tiles::token(group)) / 4, offset, seed);
+            const Words& words = of_groups[group / 4];
             // Most groups have no such token, not even with the largest score and the largest number.
             if (has(tiles.largest_of_four(group), max(max(words.of[0], words.of[1]), max(words.of[2], words.of[3]))))
 #pragma unroll
@@ -50,7 +53,7 @@ __device__ inline bool list_rivals(
 ) {
     if (threadIdx.x == 0) board->counts[1] = 0;
     wait_for_cluster();   // block 0 has not waited for the others
-    rivals.expect(row.m, row.rate, float(int64(mass)) / float(int64(mass_of(row.m, row.m, row.rate))));
+    rivals.expect(row.m, row.rate, float(over_largest(mass, row.m, row.rate)));
     Tiles tiles;
     tiles.begin(slice);
 #pragma unroll 1
@@ -83,6 +86,7 @@ __device__ inline bool list_rivals(
 
 // Finds the winner among the kept tokens, whose masses have the sum `mass`, where it is not among the rivals of the first
 // pass.  Returns the next `turn` of the slice, inverted where search_row has to take the row.
+namespace rare {
 __device__ __noinline__ int win_again(
     const Row& row, Slice slice, Kept kept, uint64 mass, Rivals rivals, Board* board, Result& result
 ) {
@@ -96,4 +100,5 @@ __device__ __noinline__ int win_again(
     }
     slice.tell(words);
     return words[0] ? ~slice.turn : slice.turn;
+}
 }

@@ -97,74 +97,75 @@ __device__ __noinline__ Reading read_slice(
 __device__ inline void first_pass(
     const Sampling& p, Row& row, Slice& slice, Spread& spread, Rivals& rivals, uint64* list, Board* board, Seen& seen
 ) {
-    const int thread = threadIdx.x;
+    const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
+    Given given;
     Tiles tiles;
+    if (!HELD) tiles.begin(slice);
+    if (thread == 0 || thread == 32 || thread == 64) given.load(p, blockIdx.x / CLUSTER);
+    // The parameters would arrive behind these many copies.
     if (HELD) tiles.copy(slice);
-    else tiles.begin(slice);
     const int early = TILE + thread * LINE;
     if (!HELD && early < min(AHEAD * TILE, slice.count)) prefetch(slice.x + early);
     if (thread == 0) {
         slice.exchange->prepare();
         board->count = 0, board->peak = 0, board->trough = 0;
         board->counts[0] = board->counts[1] = 0;
-        prepare(p, blockIdx.x / CLUSTER, row);
+        prepare(p, given, row);
         board->threshold = row.wanted ? -LARGEST_FLOAT32 : INF;
     }
-    if (thread == 32) prepare_least(p, blockIdx.x / CLUSTER, row);
-    if (thread == 64) prepare_rate(p, blockIdx.x / CLUSTER, row);
+    if (thread == 32) prepare_least(given, row);
+    if (thread == 64) prepare_rate(given, row);
 #pragma unroll 1
     for (int i = thread; i < SPREAD; i += THREADS) spread.counts[i] = 0;
     open_cluster(slice.exchange);
     const int wanted = row.wanted;
-    const bool counts = row.by_mass;
+    const bool counts = BY_MASS && row.by_mass;
 
     // A threshold: in each block, wanted / CLUSTER of the threads have a token that reaches it, in the first tile or in all.
     const bool whole = HELD && !counts && wanted && wanted <= CLUSTER * THREADS / 2;
     float peak = -INF, trough = INF;
     bool bad = false;
-    if (HELD) wait_groups(0);
+    // If not, the rest of the slice is under way while the blocks look at their first tiles.
+    if (HELD) wait_groups(whole ? 0 : 1);
 #pragma unroll 1
     for (int tile = 0; tile < (whole ? slice.count : 1); tile += TILE) {
         tiles.take(slice, tile);
         peak = largest_or_nan(peak, tiles.largest());
     }
-    if (counts)
-#pragma unroll
-        for (int i = 0; i < OWN_TOKENS; ++i) trough = fmin(trough, tiles.score(i) > -INF ? tiles.score(i) : INF);
     if (peak != peak) peak = -INF, bad = true;
-    raise(&board->peak, word_of(peak));
-    if (counts) raise(&board->trough, ~word_of(trough));
+    Masses masses{peak, 0};
+    if (counts) {
+#pragma unroll
+        for (int i = 0; i < OWN_TOKENS; ++i) {
+            const float x = tiles.score(i);
+            trough = fmin(trough, x > -INF ? x : INF), masses.sum += power_of_two((x - peak) * row.rate);
+        }
+        raise(&board->trough, ~word_of(trough));
+        masses = masses.of_lanes(row.rate);
+        if (lane == 0) slice.exchange->of_warps[warp][0] = masses.word();
+    }
     const unsigned enough = wanted ? reached(word_of(peak), (wanted + CLUSTER - 1) / CLUSTER, board->of_warps) : 0;
     __syncthreads();
-    float of_block = score_of_word(board->peak), masses = 0;
-    if (counts) {
-        float own = 0;
-#pragma unroll
-        for (int i = 0; i < OWN_TOKENS; ++i) own += power_of_two((tiles.score(i) - of_block) * row.rate);
-        slice.scan(own, masses);
-    }
-    uint64 sample[] = {uint64(~enough) << 32 | board->peak, uint64(board->trough) << 32 | __float_as_uint(masses)};
+    if (counts) masses = Masses::of_word(lane < WARPS ? slice.exchange->of_warps[lane][0] : 0).of_lanes(row.rate);
+    unsigned not_enough = ~enough, trough_word = board->trough;
     if (CLUSTER > 1) {
         // A lane has the words of a block.
-        const uint64* const words = slice.share(sample)[thread % CLUSTER];
-        const unsigned word = __reduce_max_sync(~0u, unsigned(words[0]));
-        sample[0] = uint64(__reduce_max_sync(~0u, unsigned(words[0] >> 32))) << 32;
-        of_block = score_of_word(word);
+        const uint64 sample[] = {uint64(not_enough) << 32 | trough_word, masses.word()};
+        const uint64* const words = slice.share(sample)[lane % CLUSTER];
+        not_enough = __reduce_max_sync(~0u, unsigned(words[0] >> 32));
         if (counts) {
-            sample[1] = uint64(__reduce_max_sync(~0u, unsigned(words[1] >> 32))) << 32;
-            const float its = score_of_word(unsigned(words[0]));   // a block without such a token has no sum
-            masses = its > -INF && thread % 32 < CLUSTER
-                ? __uint_as_float(unsigned(words[1])) * power_of_two((its - of_block) * row.rate) : 0;
-            masses = add_lanes(masses);
+            trough_word = __reduce_max_sync(~0u, unsigned(words[0]));
+            masses = Masses::of_word(lane < CLUSTER ? words[1] : 0).of_lanes(row.rate);
         }
     }
     if (counts) {
-        spread.set(of_block, score_of_word(~unsigned(sample[1] >> 32)), row.span);
+        spread.set(masses.peak, score_of_word(~trough_word), row.span);
         // The mass that top_p keeps, nearly: that of the first tiles for the whole row, but the largest token counts once.
         const float more = fmax(float(p.cols) / (CLUSTER * TILE), 1.0f);
-        rivals.expect(of_block, row.rate, fmax((masses - 1) * more + 1, 1.0f) * fmax(float(row.top_p), 0.1f));
+        rivals.expect(masses.peak, row.rate, fmax((masses.sum - 1) * more + 1, 1.0f) * fmax(float(row.top_p), 0.1f));
     }
-    if (thread == 0 && wanted) board->threshold = finite_score(~unsigned(sample[0] >> 32));
+    if (thread == 0 && wanted) board->threshold = finite_score(~not_enough);
+    if (HELD && !whole) wait_groups(0);
     __syncthreads();
 
     Reading reading{peak, bad, false};
@@ -182,14 +183,21 @@ __device__ inline void first_pass(
     const bool full = !fits || board->counts[0] > MOST_ABOVE;
     const Inbox<ROOM_WITHOUT_COUNTS> inbox{rivals.list};
     if (!counts) inbox.send(slice, list, board->count);
+    Masses above{score_of_word(board->peak), 0};
+    if (counts && warp == 0) {
+        // The first bin is for all scores above, which are few.
+#pragma unroll 1
+        for (unsigned i = lane; i < min(board->counts[0], unsigned(MOST_ABOVE)); i += 32)
+            above.sum += power_of_two((score_of(spread.above[i]) - above.peak) * row.rate);
+        above.sum = add_lanes(above.sum);
+    }
     const uint64 words[] = {
-        board->peak, uint64(bad) | uint64(full) << 1, board->count, board->counts[0], board->counts[1]
+        above.word(), uint64(bad) | uint64(full) << 1, board->count, board->counts[0], board->counts[1]
     };
     // A lane has the words of a block.  Where scores are counted, every block looks at the counts of all.
-    const int lane = thread % 32;
     const uint64* const its = slice.share(words, counts)[lane % CLUSTER];
     const auto add = [&](int i, int blocks) { return __reduce_add_sync(~0u, lane < blocks ? unsigned(its[i]) : 0); };
-    const unsigned largest = __reduce_max_sync(~0u, unsigned(its[0])), flags = __reduce_or_sync(~0u, unsigned(its[1]));
+    const unsigned largest = __reduce_max_sync(~0u, unsigned(its[0] >> 32)), flags = __reduce_or_sync(~0u, unsigned(its[1]));
     const unsigned count = add(2, CLUSTER), offset = add(2, slice.rank);
     const unsigned listed = unsigned(its[2]), of_lane = lane && lane < CLUSTER ? listed : 0;
     const unsigned late = __reduce_add_sync(~0u, of_lane - inbox.early(of_lane));
@@ -198,12 +206,13 @@ __device__ inline void first_pass(
     if (thread == 0) {
         row.m = score_of_word(largest);
         row.valid = row.valid && !(flags & 1) && row.m > -INF;
-        seen = {row.fits && flags < 2, count, offset, its_rivals, rivals_offset, late, of_block};
+        seen = {row.fits && flags < 2, count, offset, its_rivals, rivals_offset, late, masses.peak};
     }
     __syncthreads();
 }
 
 // The mass of the row at the temperature 1.
+namespace rare {
 __device__ __noinline__ uint64 raw_sum(Slice slice, float m) {
     uint64 sum[] = {0};
 #pragma unroll 1
@@ -215,6 +224,7 @@ __device__ __noinline__ uint64 raw_sum(Slice slice, float m) {
     }
     slice.reduce(sum, [](uint64 (&to)[1], const uint64* other) { to[0] += other[0]; });
     return sum[0];
+}
 }
 
 // Sorts the `wanted` largest keys of a list, and some more; m is the largest score.  Returns how many these are.
@@ -230,12 +240,12 @@ __device__ inline int sort_largest(uint64* list, int count, int wanted, float m,
 }
 
 // The result of a row whose largest tokens are in the lists of the blocks, in block 0.
-__device__ __noinline__ void choose_from_lists(
+__device__ inline void choose_from_lists(
     const Row& row, Slice slice, const Seen& seen, bool raw, uint64* list, Board* board, Result& result
 ) {
     // A list that was too long for the inbox.
     if (!Inbox<ROOM_WITHOUT_COUNTS>::early(board->count)) gather(slice, list, board->count, seen.offset);
-    const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
+    const uint64 raw_mass = raw ? rare::raw_sum(slice, row.m) : 0;
     if (slice.rank) return;
     if (seen.late) wait_for_keys(slice, int(seen.late), 0);
     const int count = sort_largest(list, int(seen.count), row.wanted, row.m, slice, board);
@@ -244,9 +254,18 @@ __device__ __noinline__ void choose_from_lists(
     if (threadIdx.x == 0) result = {kept, outcome}, result.outcome.raw = raw_mass;
 }
 
+namespace rare {
+// The same in a kernel whose rows have a top_k of their own, or none.
+__device__ __noinline__ void choose_apart(
+    const Row& row, Slice slice, const Seen& seen, bool raw, uint64* list, Board* board, Result& result
+) {
+    choose_from_lists(row, slice, seen, raw, list, board, result);
+}
+}
+
 // The result of a row of which all tokens may be kept, in block 0.  Returns -1, or the next `turn` of the slice where
 // search_row has to take the row.
-__device__ __noinline__ int add_masses(
+__device__ __noinline__ int choose_without_lists(
     const Row& row, Slice slice, const Seen& seen, int top, bool raw, Spread spread, Rivals rivals, uint64* list, Board* board,
     Found& found, Result& result
 ) {
@@ -258,7 +277,7 @@ __device__ __noinline__ int add_masses(
     const int count = fit ? int(seen.rivals) : 0;
     const int coming = int(seen.count) - int(board->count) + (fit ? count - int(board->counts[1]) : 0);
     if (!choose_by_mass(row, slice, spread, list, rivals, count, coming, seen.peak, board, found, result)) return slice.turn;
-    const uint64 raw_mass = raw ? raw_sum(slice, row.m) : 0;
+    const uint64 raw_mass = raw ? rare::raw_sum(slice, row.m) : 0;
     if (slice.rank) return -1;
     if (threadIdx.x == 0) result.outcome.raw = raw_mass;
     if (top) sort_largest(list, int(seen.count), top, row.m, slice, board);
@@ -266,6 +285,7 @@ __device__ __noinline__ int add_masses(
 }
 
 // The result of any row, in block 0.
+namespace rare {
 __device__ __noinline__ void search_row(
     const Row& row, Slice slice, int64 top, uint64* list, Board* board, Result& result
 ) {
@@ -280,7 +300,8 @@ __device__ __noinline__ void search_row(
     if (!row.greedy && row.top_p < 1) {
         const auto weight = [&](float x, unsigned token) {
             const float z = below(x, m);
-            return z > -INF && key_of(x, token) >= kept.key ? mass_of(x, m, row.rate) : 0;
+            const uint64 key = key_of(x, token);
+            return z > -INF && key >= kept.key ? row.mass(key) : 0;
         };
         kept.key = max(kept.key, search.key_at(row.goal(search.add(weight)), row.first, weight));
     }
@@ -292,7 +313,7 @@ __device__ __noinline__ void search_row(
         const uint64 key = key_of(x, token);
         sums[1] += mass_of(x, m, float(LOG2_E));
         if (!row.keeps(key, kept)) return;
-        sums[0] += mass_of(x, m, row.rate), ++sums[2];
+        sums[0] += row.mass(key), ++sums[2];
         const float missing = row.greedy ? 0 : missing_noise(float(best.sum), z, float(row.divisor));
         if (missing < NOISE_BOUND) best.take(sum_of(row, key), key);
     });
@@ -301,6 +322,7 @@ __device__ __noinline__ void search_row(
     slice.reduce(words, merge_best);
     if (top) search.collect(list, board, top);
     if (threadIdx.x == 0) result = {kept, {sums[0], sums[1], row.greedy ? 1 : sums[2], words[1]}};
+}
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(const __grid_constant__ Sampling p) {
@@ -323,13 +345,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
     first_pass(p, row, slice, spread, rivals, list, &board, seen);
     if (row.valid) {
         bool done = seen.fits && seen.count <= (row.by_mass ? FEW : MOST_SORTED) && seen.count >= p.top;
-        if (done && !row.by_mass) choose_from_lists(row, slice, seen, p.raw, list, &board, result);
+        if (done && !BY_MASS) choose_from_lists(row, slice, seen, p.raw, list, &board, result);
+        else if (done && !row.by_mass) rare::choose_apart(row, slice, seen, p.raw, list, &board, result);
         else if (done) {
-            const int turn = add_masses(row, slice, seen, int(p.top), p.raw, spread, rivals, list, &board, sums, result);
+            const int turn = choose_without_lists(row, slice, seen, int(p.top), p.raw, spread, rivals, list, &board, sums, result);
             if (turn >= 0) slice.turn = turn, done = false;
         }
         // Words of blocks may still be read.
-        if (!done) wait_for_cluster(), search_row(row, slice, p.top, list, &board, result);
+        if (!done) wait_for_cluster(), rare::search_row(row, slice, p.top, list, &board, result);
         __syncthreads();
     }
     // The threads of few warps compute logarithms: float64 is slow on some devices.
@@ -337,13 +360,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
 
     const Kept kept = result.kept;
     const Outcome found = result.outcome;
-    // Masses over that of the largest token: of this one alone, the sum is 1, and its logarithm 0.
-    const auto over_largest = [&](uint64 mass, float rate) {
-        return double(int64(mass)) / double(int64(mass_of(row.m, row.m, rate)));
-    };
-    const double kept_sum = row.valid && !row.greedy ? over_largest(found.mass, row.rate) : 1;
-    const double log_sum = row.valid ? log_of(p.raw ? over_largest(found.raw, float(LOG2_E)) : kept_sum, 0) : 0;
-    const double rate = p.raw ? 1 : 1 / row.divisor;   // of the log-probabilities
+    const bool kept_counts = row.valid && !row.greedy;
+    // The kept tokens, or all of them at the temperature 1.
+    const double log_sum = !(p.raw ? row.valid : kept_counts) ? 0
+        : log_of(over_largest(p.raw ? found.raw : found.mass, row.m, p.raw ? float(LOG2_E) : row.rate), 0);
+    const double rate = p.raw ? 1 : row.inverse;   // of the log-probabilities
     const auto logprob = [&](uint64 key) {
         const bool known = p.raw || (row.greedy ? key == found.winner : row.keeps(key, kept));
         return known ? float(exactly_below(score_of(key), row.m) * rate - log_sum) : -INF;
@@ -356,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) sample_kernel(co
         p.valid[at] = row.valid;
         if (p.kept_key) {
             p.kept_key[at] = row.greedy ? found.winner : kept.key;
-            p.kept_sum[at] = kept_sum;
+            p.kept_sum[at] = kept_counts ? over_largest(found.mass, row.m, row.rate) : 1;
         }
     }
 #pragma unroll 1

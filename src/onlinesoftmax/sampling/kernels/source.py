@@ -102,6 +102,7 @@ class Shape(NamedTuple):
         aligned: True where every row begins on 16 bytes.
         tiles: Room for the longest slice in shared memory, in TOKENS of each thread; 0 without it.
         lists: Room of the lists.
+        by_mass: True unless all rows have one and the same top_k: it keeps the code for rows without top_k.
     """
 
     dtype: str
@@ -111,6 +112,7 @@ class Shape(NamedTuple):
     aligned: bool
     tiles: int
     lists: Lists = LONG
+    by_mass: bool = True
 
     @property
     def dynamic_bytes(self) -> int:
@@ -183,10 +185,10 @@ def shape_of(
     if best is None:
         return None
     if rows * best > device.multiprocessors:
-        return Shape(dtype, best, threads, resident, aligned, 0, lists)
+        return Shape(dtype, best, threads, resident, aligned, 0, lists, listed is None)
     # A block that has a multiprocessor to itself takes more registers, and the rest of its shared memory.
     tiles = -(-slice_of(cols, best) // (TOKENS * threads))
-    held = Shape(dtype, best, threads, 1, aligned, tiles, lists)
+    held = Shape(dtype, best, threads, 1, aligned, tiles, lists, listed is None)
     fits = aligned and held.dynamic_bytes + declared_bytes(best) <= device.shared_memory
     return held if fits else held._replace(tiles=0)
 
@@ -196,7 +198,7 @@ def prologue(shape: Shape) -> str:
     lists = shape.lists
     numbers = {
         "THREADS": shape.threads, "CLUSTER": shape.cluster, "RESIDENT": shape.resident, "ALIGNED": shape.aligned,
-        "HELD": shape.tiles > 0, "MOST_CANDIDATES": lists.most, "FEW": lists.few,
+        "HELD": shape.tiles > 0, "BY_MASS": shape.by_mass, "MOST_CANDIDATES": lists.most, "FEW": lists.few,
         "CAPACITY": _capacity(shape.threads, lists), "MOST_SORTED": _most_sorted(shape.threads, lists),
         "SPREAD": _SPREAD, "MOST_ABOVE": lists.above, "MOST_RIVALS": lists.rivals,
     }  # fmt: skip

@@ -4,6 +4,22 @@
 // above, which a list has too; the others divide the scores from `top` down by equal distances.  The last bin has those
 // that are far away, and -inf.
 
+// Masses of some tokens, as float32 has them: the largest score, -inf for no token, and their sum over that score's mass.
+struct Masses {
+    float peak, sum;
+
+    // As a word; 0 stands for no token.
+    __device__ inline uint64 word() const { return uint64(word_of(peak)) << 32 | __float_as_uint(sum); }
+    __device__ static inline Masses of_word(uint64 word) {
+        return {word ? score_of_word(unsigned(word >> 32)) : -INF, __uint_as_float(unsigned(word))};
+    }
+    // Those of all lanes together, for each of them.
+    __device__ inline Masses of_lanes(float rate) const {
+        const float largest = score_of_word(__reduce_max_sync(~0u, word_of(peak)));
+        return {largest, add_lanes(peak > -INF ? sum * power_of_two((peak - largest) * rate) : 0)};
+    }
+};
+
 struct Spread {
     unsigned* counts;   // SPREAD of them
     uint64* above;      // sort keys of bin 0, MOST_ABOVE of them

@@ -29,11 +29,14 @@ struct Tiles {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) slice.fetch(next[i], tile + chunk(i));
     }
-    // Copies the slice, and -inf to the end of its last tile; wait_groups(0) waits for it.
+    // Copies the slice, and -inf to the end of its last tile.  wait_groups(1) waits for the first tile, wait_groups(0) for all.
     __device__ static inline void copy(const Slice& slice) {
+        const int last = slice.count - VECTOR;
         int i = chunk(0);
+        if (i <= last) copy_async(slice.held + i / VECTOR, slice.x + i), i += TILE;
+        commit();
 #pragma unroll 1
-        for (; i <= slice.count - VECTOR; i += THREADS * VECTOR) copy_async(slice.held + i / VECTOR, slice.x + i);
+        for (; i <= last; i += TILE) copy_async(slice.held + i / VECTOR, slice.x + i);
         commit();
         if (i < (max(slice.count, 1) + TILE - 1) / TILE * TILE) slice.complete(slice.held[i / VECTOR], i);
     }
