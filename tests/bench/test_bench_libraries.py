@@ -135,4 +135,4 @@ def test_losses_of_sharded_columns_get_the_group_and_local_columns(name: str) ->
         assert peer.supports(case) is None
         x, target = torch.randn(case.shape), torch.randint(8, (4,))
         expected = functional.cross_entropy(x, target, reduction=case.reduction)
-        torch.testing.assert_close(peer.function(case)(x, target), expected)
+        torch.testing.assert_close(peer.forward(case)(x, target), expected)

@@ -24,9 +24,9 @@ class NoGradient(TorchStep):
 
     name = "frozen"
 
-    def prepare(self, case: Any) -> Any:
+    def forward(self, case: Any) -> Any:
         """The loss, with a gradient of 0 for the head."""
-        loss = super().prepare(case)
+        loss = super().forward(case)
         return lambda x, weight, *given: loss(x, weight.detach(), *given) + 0 * weight.sum()
 
 

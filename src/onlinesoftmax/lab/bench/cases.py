@@ -104,6 +104,9 @@ class Case:
     reduction: str = ""
     calls: int = field(default=1, kw_only=True)
 
+    differentiated: ClassVar[int] = 1
+    """Number of the first tensors of which a call with a gradient returns the gradients."""
+
     def __post_init__(self) -> None:
         check_names("score option", self.fused, FUSED)
         if self.fused and (self.declaration.backward or self.with_gradient):
@@ -158,6 +161,11 @@ class Case:
     def row_shape(self) -> Shape:
         """Shape of a tensor with one value per row."""
         return (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @property
+    def operands(self) -> int:
+        """Number of tensors that the forward call takes."""
+        return len(self.without_gradient.tensors)
 
     @property
     def without_gradient(self) -> Case:

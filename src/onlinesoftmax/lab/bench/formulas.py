@@ -19,30 +19,30 @@ Function = Callable[..., Any]
 
 
 def with_gradient(case: Case, forward: Function) -> Function:
-    """The forward function; with its gradient, as a user calls them, where the case has one: (gradient, output, …).
+    """The forward function; with its gradient, as a user calls them, where the case has one: (gradient, …, output, …).
 
-    Autograd returns the gradient and adds it to nothing, so each call computes a fresh one.  The first tensor must
-    require a gradient.
+    Autograd returns the gradients and adds them to nothing, so each call computes fresh ones.  The tensors that are
+    differentiated must require a gradient.
     """
     if not case.with_gradient:
         return forward
     import torch
 
-    count, grad = len(case.without_gradient.tensors), torch.autograd.grad
+    count, wanted, grad = case.operands, case.differentiated, torch.autograd.grad
 
     def function(*tensors: Any) -> Any:
         found = forward(*tensors[:count])
         outputs = found if isinstance(found, tuple) else (found,)
-        (dx,) = grad(outputs, tensors[0], incoming(tensors[count:], len(outputs)))
-        return dx, *(y.detach() for y in outputs)
+        gradients = grad(outputs, tensors[:wanted], incoming(tensors[count:], len(outputs)))
+        return (*gradients, *(y.detach() for y in outputs))
 
     return function
 
 
 def incoming(given: tuple[Any, ...], outputs: int) -> Any:
-    """The incoming gradient of each output; None for a scalar loss."""
-    if not given:
-        return None
+    """The incoming gradient of each output; None for a scalar loss.  A single one is scaled for the statistics."""
+    if len(given) in (0, outputs):
+        return given or None
     return (given[0], *(STATISTIC_WEIGHT * given[0] for _ in range(outputs - 1)))
 
 
@@ -53,7 +53,8 @@ def own(case: Case) -> Function:
     if case.with_gradient:
         return with_gradient(case, own(case.without_gradient))
     if case.declaration.has_target:
-        return _loss(case) if case.reduction else _log_probabilities(case)
+        wide = getattr(torch, case.accumulator)
+        return _loss(case) if case.reduction else lambda x, target: log_probabilities(x.to(wide), target, case.dim)
 
     dim, dtype = case.dim, getattr(torch, case.dtype)
     if is_written_out(case):
@@ -72,18 +73,17 @@ def _loss(case: Case) -> Function:
     return lambda x, target: cross_entropy(x, target, reduction=reduction)
 
 
-def _log_probabilities(case: Case) -> Function:
-    """The operations of libraries for reinforcement learning: float32 logarithms of all probabilities."""
+def at_target(log_p: Any, target: Any, dim: int = -1) -> Any:
+    """The logarithm of the probability of each row's target."""
+    return log_p.gather(dim, target.unsqueeze(dim)).squeeze(dim)
+
+
+def log_probabilities(logits: Any, target: Any, dim: int = -1) -> tuple[Any, Any]:
+    """Logarithm of the target's probability, and entropy: by the logarithms of all, as libraries for RL do it."""
     import torch
 
-    dim, wide = case.dim, getattr(torch, case.accumulator)
-
-    def function(x: Any, target: Any) -> Any:
-        log_p = torch.log_softmax(x.to(wide), dim)
-        logprob = log_p.gather(dim, target.unsqueeze(dim)).squeeze(dim)
-        return logprob, -(log_p.exp() * log_p).sum(dim)
-
-    return function
+    log_p = torch.log_softmax(logits, dim)
+    return at_target(log_p, target, dim), -(log_p.exp() * log_p).sum(dim)
 
 
 def is_written_out(case: Case) -> bool:

@@ -90,7 +90,10 @@ class OursInJax(Programs, Ours):
         forced = {"backend": self.backend, "strategy": self.strategy}
         forced |= {"reduction": case.reduction} if case.reduction else {}
         function = partial(getattr(ours, case.operation), axis=case.dim, **forced)
-        if case.with_gradient or case.declaration.has_target:
+        if case.declaration.has_target:
+            # A call of log-probabilities returns other statistics too.
+            return called(case, function if case.reduction else lambda x, target: function(x, target)[:2])
+        if case.with_gradient:
             return called(case, function)
         options, names = case.option_values, {"mask": "where"}
         beside = [names.get(name, name) for name in case.option_tensors]
@@ -124,9 +127,8 @@ def _of_jax_nn(case: Case) -> Function:
 
     def of_targets(x: Any, target: Any) -> Any:
         """The losses of the rows in the dtype of the logits, as optax computes them, or logprob and entropy."""
-        log_p = jax.nn.log_softmax(x.astype(case.accumulator), axis=dim)
-        picked = jnp.squeeze(jnp.take_along_axis(log_p, jnp.expand_dims(target, dim), axis=dim), axis=dim)
-        return -picked.astype(x.dtype) if case.reduction else (picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=dim))
+        logprob, entropy = log_probabilities(x.astype(case.accumulator), target, dim)
+        return -logprob.astype(x.dtype) if case.reduction else (logprob, entropy)
 
     if case.declaration.has_target:
         return called(case, of_targets)
@@ -140,6 +142,16 @@ def _of_jax_nn(case: Case) -> Function:
         return forward(scores(functions, x, options._replace(mask=None)), dim, where=options.mask)
 
     return written_out
+
+
+def log_probabilities(logits: Any, target: Any, dim: int = -1) -> tuple[Any, Any]:
+    """Logarithm of the probability of each row's target, and entropy of the row."""
+    import jax
+    import jax.numpy as jnp
+
+    log_p = jax.nn.log_softmax(logits, axis=dim)
+    logprob = jnp.take_along_axis(log_p, jnp.expand_dims(target, dim), axis=dim)
+    return jnp.squeeze(logprob, axis=dim), -jnp.sum(jnp.exp(log_p) * log_p, axis=dim)
 
 
 def _gradient(case: Case, choice: Choice, *arrays: Any) -> Any:
@@ -168,24 +180,24 @@ def _its_gradient(case: Case, *arrays: Any) -> Any:
 
 
 def called(case: Case, function: Function) -> Function:
-    """The function, its losses reduced, with the gradient where the case has one: (gradient, output, …)."""
+    """The function, its losses reduced, with the gradient where the case has one: (gradient, …, output, …)."""
     import jax
     import jax.numpy as jnp
 
-    count = len(case.without_gradient.tensors)
+    count, wanted = case.operands, case.differentiated
 
-    def forward(x: Any, *more: Any) -> Any:
-        found = function(x, *more)
+    def forward(*operands: Any) -> Any:
+        found = function(*operands)
         outputs = tuple(found) if isinstance(found, tuple) else (found,)
         if case.reduces_rows and outputs[0].ndim:
             # The functions of `jax.nn` and optax return the losses of the rows; the caller reduces them.
             return (jnp.mean(outputs[0]),)
-        return outputs[: len(case.without_gradient.returned)]
+        return outputs
 
-    def with_gradient(x: Any, *more: Any) -> Any:
-        operands = more[: count - 1]
-        outputs, vjp = jax.vjp(lambda x: forward(x, *operands), x)
-        dys = incoming(more[count - 1 :], len(outputs)) or (jnp.ones((), outputs[0].dtype),)
+    def with_gradient(*arrays: Any) -> Any:
+        others = arrays[wanted:count]
+        outputs, vjp = jax.vjp(lambda *first: forward(*first, *others), *arrays[:wanted])
+        dys = incoming(arrays[count:], len(outputs)) or (jnp.ones((), outputs[0].dtype),)
         return (*vjp(dys), *outputs)
 
     def without_gradient(*arrays: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..names import check_names
@@ -25,7 +26,7 @@ class Liger(ForGpus):
         flat = not case.reduction or len(case.shape) == 2
         return super().supports(case) or (None if flat else "takes only two dimensions")
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """The autograd functions that it offers, a loss without the results beside it; the function of backward."""
         if case.reduction:
             # The package itself chooses the implementation, as it does for Liger's modules.
@@ -46,23 +47,17 @@ class Quack(ForGpus):
     """Dao-AILab's quack."""
 
     name, module, distribution = "quack", "quack.softmax", "quack-kernels"
+    matrices_only = "takes only two dimensions"
     operations = "softmax", "softmax_backward", "cross_entropy"
 
-    def supports(self, case: Case) -> str | None:
-        """Only two dimensions."""
-        return super().supports(case) or (None if len(case.shape) == 2 else "takes only two dimensions")
-
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Its public function, or the function that backward calls."""
         if case.reduction:
             # `quack.cross_entropy` is the function; the module of this name is reached by its import name only.
-            loss, reduction = importlib.import_module("quack.cross_entropy").cross_entropy, case.reduction
-            return lambda x, target: loss(x, target, reduction=reduction)
-        softmax = importlib.import_module(self.module)
+            return partial(importlib.import_module("quack.cross_entropy").cross_entropy, reduction=case.reduction)
         if not case.declaration.backward:
-            function: Function = softmax.softmax
-            return function
-        backward = softmax.softmax_bwd
+            return self.named("softmax")
+        backward = self.named("softmax_bwd")
         return lambda y, dy: backward(dy, y)
 
 
@@ -70,15 +65,11 @@ class FlashAttention(ForGpus):
     """flash-attn's module of the loss, which returns float32."""
 
     name, module, distribution = "flash-attn", "flash_attn.losses.cross_entropy", "flash-attn"
-    operations = ("cross_entropy",)
+    operations, matrices_only = ("cross_entropy",), Quack.matrices_only
 
-    def supports(self, case: Case) -> str | None:
-        """Only two dimensions."""
-        return super().supports(case) or (None if len(case.shape) == 2 else "takes only two dimensions")
-
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Its module with the reduction of the case."""
-        function: Function = importlib.import_module(self.module).CrossEntropyLoss(reduction=case.reduction)
+        function: Function = self.named("CrossEntropyLoss")(reduction=case.reduction)
         return function
 
 
@@ -88,14 +79,12 @@ class TransformerEngine(ForGpus):
     name, module = "transformer-engine", "transformer_engine.pytorch.cross_entropy"
     distribution = "transformer-engine"
     operations = ("cross_entropy",)
+    # A batch of one is added to them.
+    matrices_only = "takes only two dimensions here"
     # Versions before 2.18 write the gradient into the logits.
     overwrites = ("cross_entropy",)
 
-    def supports(self, case: Case) -> str | None:
-        """Two dimensions, to which a batch of one is added."""
-        return super().supports(case) or (None if len(case.shape) == 2 else "takes only two dimensions here")
-
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Its public function."""
         return parallel_cross_entropy(case)
 
@@ -125,10 +114,9 @@ class Trl(ForGpus):
             return reason
         return None if hasattr(importlib.import_module(self.module), self.needed) else f"has no {self.needed}"
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """The kernel's function."""
-        function: Function = getattr(importlib.import_module(self.module), self.needed)
-        return function
+        return self.named(self.needed)
 
 
 PEERS: dict[str, type[Peer]] = {

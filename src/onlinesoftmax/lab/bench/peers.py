@@ -61,9 +61,13 @@ class Peer:
         x = x.clone() if case.operation in self.overwrites else x.detach()
         return (x.requires_grad_(), *more)
 
-    def prepare(self, case: Case) -> Function:
-        """The library's function for the case."""
+    def forward(self, case: Any) -> Function:
+        """The library's function for a call without its gradient, or for a gradient alone."""
         raise NotImplementedError
+
+    def prepare(self, case: Case) -> Function:
+        """The function that is timed: `forward`, with its gradient where the case has one."""
+        return with_gradient(case, self.forward(case))
 
     def repeated(self, case: Case) -> Function:
         """The function that makes all calls of the case."""
@@ -125,7 +129,7 @@ class Ours(Peer):
         """
         return formulas.written_out(case, wide=True) if formulas.is_written_out(case) else self.own(case)
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """The function with the forced backend and strategy."""
         from ... import api
 
@@ -164,9 +168,9 @@ class Torch(Peer):
     name = "torch"
     distribution = "torch"
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """`torch.softmax` and the like, their gradients, or elementary operations for the scores and then these."""
-        return formulas.own(case)
+        return formulas.own(case.without_gradient)
 
     def prepare_out(self, case: Case) -> Function | None:
         """The function with `out=`."""
@@ -185,12 +189,11 @@ class Compiled(Torch):
     name = "compile"
     dynamic: bool | None = False
 
-    def prepare(self, case: Case) -> Function:
-        """The compiled function."""
+    def forward(self, case: Case) -> Function:
+        """The compiled function; autograd runs the backward pass that was compiled with it."""
         # PyTorch's own gradients are calls that its compiler does not look into.
-        function = formulas.written_out(case) if case.declaration.backward else formulas.own(case.without_gradient)
-        # Autograd runs the backward pass that was compiled with the forward pass.
-        return with_gradient(case, compiled(function, self.dynamic))
+        function = formulas.written_out(case) if case.declaration.backward else super().forward(case)
+        return compiled(function, self.dynamic)
 
     def prepare_out(self, case: Case) -> Function | None:
         """Nothing: a compiled function is called without `out=`."""
@@ -219,16 +222,13 @@ def in_a_row(function: Function, calls: int, between: Function = lambda y: y) ->
 
 
 def public_function(case: Case, module: Any, given: dict[str, Any]) -> Function:
-    """The public function of this name in a module of ours, with its gradient where the case has one.
+    """The public function of this name in a module of ours, as a function of the tensors of a case.
 
     `given` has further arguments.  Users leave out those that have their default value; passing None would add to the
     measured host time.
     """
-    return with_gradient(case, _forward(case, getattr(module, case.operation), given))
-
-
-def _forward(case: Case, function: Any, given: dict[str, Any]) -> Function:
-    dim, options, beside = case.dim, case.option_values | given, case.option_tensors
+    function, dim = getattr(module, case.operation), case.dim
+    options, beside = case.option_values | given, case.option_tensors
     if case.reduction:
         options |= {} if case.reduces_rows else {"reduction": case.reduction}
         return lambda x, target: function(x, target, **options)
@@ -268,7 +268,13 @@ def first_line(error: BaseException) -> str:
 
 
 class ForGpus(Peer):
-    """A library with functions over the last dimension for NVIDIA GPUs."""
+    """A library with functions over the last dimension for NVIDIA GPUs.
+
+    Attributes:
+        matrices_only: The reason why a case of other than two dimensions is not given to it; empty where all are.
+    """
+
+    matrices_only = ""
 
     def why_absent(self) -> str | None:
         """The library is not installed or cannot be imported, or there is no GPU."""
@@ -284,14 +290,15 @@ class ForGpus(Peer):
 
     def supports(self, case: Case) -> str | None:
         """Only its own operations over the last dimension, without score options."""
+        if reason := super().supports(case):
+            return reason
         if case.fused:
-            return super().supports(case) or f"has no {' or '.join(case.fused)}"
-        return super().supports(case) or (None if case.dim == len(case.shape) - 1 else "takes only the last dimension")
+            return f"has no {' or '.join(case.fused)}"
+        if case.dim != len(case.shape) - 1:
+            return "takes only the last dimension"
+        return self.matrices_only or None if len(case.shape) != 2 else None
 
-    def prepare(self, case: Case) -> Function:
-        """Its public function, with autograd where the case has a gradient; or its gradient alone."""
-        return with_gradient(case, self.function(case))
-
-    def function(self, case: Case) -> Function:
-        """Its function for the forward call, or for a gradient alone."""
-        raise NotImplementedError
+    def named(self, name: str) -> Function:
+        """The function of this name in its module."""
+        function: Function = getattr(importlib.import_module(self.module), name)
+        return function

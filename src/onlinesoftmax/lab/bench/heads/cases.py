@@ -22,6 +22,8 @@ class HeadCase(Case):
         ('8192x4096 -> 128256', 2101346304)
     """
 
+    differentiated = 2
+
     def __post_init__(self) -> None:
         check_names("function", [self.operation], FUNCTIONS)
         if len(self.shape) != 3 or self.dim != 2:
@@ -35,6 +37,11 @@ class HeadCase(Case):
     def declaration(self) -> Operation:
         """The operation that reads the logits."""
         return OPERATIONS[FUNCTIONS[self.operation].loss or STATISTICS]
+
+    @property
+    def operands(self) -> int:
+        """Input, weight and targets."""
+        return 3
 
     @property
     def rows(self) -> int:

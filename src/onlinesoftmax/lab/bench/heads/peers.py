@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ....core.units import size
 from ....explanation import explain
-from ... import jax_on_torch
 from ..cases import Case
 from ..check import OTHERS_SLACK
-from ..jax_peers import Arrays
+from ..formulas import Function, log_probabilities
+from ..jax_peers import Programs, called
+from ..jax_peers import log_probabilities as in_jax
 from ..libraries import Liger, Quack
 from ..peers import Compiled, ForGpus, Peer, compiled
 from .cases import HeadCase
-
-Function = Callable[..., Any]
 
 LOSS, TOKENS = "linear_cross_entropy", "linear_token_logprobs"
 
@@ -24,17 +23,12 @@ TOKENS_AT_ONCE = 1024
 """Tokens of a chunk of the way that libraries for reinforcement learning wrote themselves."""
 
 
-def with_gradients(forward: Function) -> Function:
-    """The function (input, weight, target, *incoming gradients) -> (gradients of input and weight, *outputs)."""
-    import torch
-
-    def function(x: Any, weight: Any, target: Any, *incoming: Any) -> Any:
-        found = forward(x, weight, target)
-        outputs = found if isinstance(found, tuple) else (found,)
-        gradients = torch.autograd.grad(outputs, (x, weight), incoming or None)
-        return (*gradients, *(y.detach() for y in outputs))
-
-    return function
+def public_head(case: Case, module: Any, given: dict[str, Any]) -> Function:
+    """The public function of this name in a module of ours with these arguments: the loss, or logprob and entropy."""
+    function = getattr(module, case.operation)
+    if case.operation == LOSS:
+        return partial(function, **given)
+    return lambda x, weight, target: tuple(function(x, weight, target, **given)[:2])
 
 
 class OursHead(Peer):
@@ -57,22 +51,19 @@ class OursHead(Peer):
         """Everything but the sums of `acc_dtype`, which only chunks of tokens have."""
         return f"{case.operation} has no acc_dtype" if self.acc_dtype and case.operation == TOKENS else None
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: HeadCase) -> Function:
         """The public function."""
         import torch
 
         import onlinesoftmax
 
-        assert isinstance(case, HeadCase)
-        function, given = getattr(onlinesoftmax, case.operation), dict[str, Any]()
+        given: dict[str, Any] = {}
         if (memory := self.memory(case)) is not None:
             given["memory"] = memory
         if self.acc_dtype is not None:
             # In wider dtypes the sum is the gradient itself.
             given["acc_dtype"] = getattr(torch, self.acc_dtype) if case.dtype == self.acc_dtype else None
-        if case.operation == TOKENS:
-            return with_gradients(lambda x, w, target: tuple(function(x, w, target, **given)[:2]))
-        return with_gradients(lambda x, w, target: function(x, w, target, **given))
+        return public_head(case, onlinesoftmax, given)
 
     def note(self, case: HeadCase, x: Any, weight: Any = None, *more: Any) -> str:
         """The plan of the call in one line, with its forecast."""
@@ -124,9 +115,9 @@ class TorchHead(Peer):
 
     name, distribution = "torch", "torch"
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """`linear`, then `cross_entropy` or the operations of libraries for reinforcement learning."""
-        return with_gradients(on_logits(case))
+        return on_logits(case)
 
 
 class CompiledHead(TorchHead):
@@ -134,9 +125,9 @@ class CompiledHead(TorchHead):
 
     name = Compiled.name
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """A fresh compilation for this shape."""
-        return with_gradients(compiled(on_logits(case)))
+        return compiled(super().forward(case))
 
 
 class TorchLinear(Peer):
@@ -150,11 +141,12 @@ class TorchLinear(Peer):
 
         return None if hasattr(functional, LOSS) else f"torch.nn.functional has no {LOSS} here"
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """`torch.nn.functional.linear_cross_entropy` as it is."""
         from torch.nn import functional
 
-        return with_gradients(getattr(functional, LOSS))
+        function: Function = getattr(functional, LOSS)
+        return function
 
 
 class Checkpointed(Peer):
@@ -162,7 +154,7 @@ class Checkpointed(Peer):
 
     name, operations = "torch-chunks", (TOKENS,)
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Chunks under `torch.utils.checkpoint`."""
         import torch
         from torch.utils.checkpoint import checkpoint
@@ -174,26 +166,16 @@ class Checkpointed(Peer):
             found: Any = [checkpoint(chunk, one, weight, its_target, use_reentrant=False) for one, its_target in parts]
             return tuple(torch.cat(outputs) for outputs in zip(*found, strict=True))
 
-        return with_gradients(forward)
+        return forward
 
 
-class _Library(ForGpus):
-    """A library for NVIDIA GPUs with a fused linear cross-entropy."""
-
-    operations: tuple[str, ...] = (LOSS,)
-
-    def prepare(self, case: Case) -> Function:
-        """Its public function."""
-        return with_gradients(self.function(case))
-
-
-class LigerHead(_Library):
+class LigerHead(ForGpus):
     """Liger-Kernel's fused linear cross-entropy; its losses and entropies of tokens."""
 
     name, module, distribution = Liger.name, "liger_kernel.ops", Liger.distribution
     operations = LOSS, TOKENS
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """The autograd functions, without the results beside the loss."""
         ops = importlib.import_module(self.module)
         if case.operation == TOKENS:
@@ -213,18 +195,18 @@ class LigerHead(_Library):
         return forward
 
 
-class QuackHead(_Library):
+class QuackHead(ForGpus):
     """quack's linear cross-entropy in chunks of tokens."""
 
     name, module, distribution = Quack.name, "quack.linear_cross_entropy", Quack.distribution
+    operations = (LOSS,)
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Its public function."""
-        function: Function = importlib.import_module(self.module).chunked_linear_cross_entropy
-        return lambda x, weight, target: function(x, weight, target)
+        return self.named("chunked_linear_cross_entropy")
 
 
-class Cut(_Library):
+class Cut(ForGpus):
     """cut-cross-entropy, which leaves out small gradients.
 
     Attributes:
@@ -232,70 +214,48 @@ class Cut(_Library):
     """
 
     name, module, distribution = "cce", "cut_cross_entropy", "cut-cross-entropy"
-    impl = "cce"
+    operations, impl = (LOSS,), "cce"
     # It leaves them out by design, and the table shows the error.
     slack = 100.0
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Its public function with this implementation."""
-        function = importlib.import_module(self.module).linear_cross_entropy
-        return lambda x, weight, target: function(x, weight, target, impl=self.impl)
+        return partial(self.named("linear_cross_entropy"), impl=self.impl)
 
 
 class CutExact(Cut):
     """cut-cross-entropy with all gradients, added up in float32."""
 
-    name = "cce-exact"
-    impl = "cce_exact"
+    name, impl = "cce-exact", "cce_exact"
     slack = float(OTHERS_SLACK)
 
 
 def on_logits(case: Case) -> Function:
     """From input, weight and target to the outputs, by PyTorch's operations on all logits."""
     import torch
-    from torch.nn import functional
+    from torch.nn.functional import cross_entropy, linear
 
     if case.operation == LOSS:
-        return lambda x, weight, target: functional.cross_entropy(functional.linear(x, weight), target)
+        return lambda x, weight, target: cross_entropy(linear(x, weight), target)
     wide = getattr(torch, case.accumulator)
-
-    def tokens(x: Any, weight: Any, target: Any) -> Any:
-        log_p = torch.log_softmax(functional.linear(x, weight).to(wide), -1)
-        return log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
-
-    return tokens
+    return lambda x, weight, target: log_probabilities(linear(x, weight).to(wide), target)
 
 
-class JaxHead(Arrays):
+class JaxHead(Programs):
     """XLA on all logits."""
 
     name, distribution = "jax", "jax"
 
-    def prepare(self, case: Case) -> Function:
-        """The gradients of input and weight, and the outputs, compiled in one."""
-        forward = self.forward(case)
+    def function(self, case: Case) -> Function:
+        """The gradients of input and weight, and the outputs."""
+        return called(case, self.of_arrays(case))
 
-        def function(x: Any, weight: Any, target: Any, *incoming: Any) -> Any:
-            import jax
-            import jax.numpy as jnp
-
-            outputs, vjp = jax.vjp(lambda x, weight: forward(x, weight, target), x, weight)
-            return (*vjp(incoming or (jnp.ones((), outputs[0].dtype),)), *outputs)
-
-        return jax_on_torch.on_tensors(function)
-
-    def forward(self, case: Case) -> Function:
-        """The function from input, weight and target to the tuple of outputs."""
+    def of_arrays(self, case: Case) -> Function:
+        """The function from input, weight and target to the outputs."""
 
         def on_logits(x: Any, weight: Any, target: Any) -> Any:
-            import jax
-            import jax.numpy as jnp
-
-            log_p = jax.nn.log_softmax((x @ weight.T).astype(case.accumulator))
-            logprob = jnp.take_along_axis(log_p, target[:, None], axis=1)[:, 0]
-            if case.operation == LOSS:
-                return (-logprob.mean().astype(x.dtype),)
-            return logprob, -jnp.sum(jnp.exp(log_p) * log_p, axis=1)
+            logprob, entropy = in_jax((x @ weight.T).astype(case.accumulator), target)
+            return -logprob.mean().astype(x.dtype) if case.operation == LOSS else (logprob, entropy)
 
         return on_logits
 
@@ -306,14 +266,11 @@ class OursInJaxHead(JaxHead):
     name, module, ours = "jax-ours", "onlinesoftmax", True
     slack = 1.0
 
-    def forward(self, case: Case) -> Function:
+    def of_arrays(self, case: Case) -> Function:
         """The public function."""
-        from onlinesoftmax import jax as osj
+        from onlinesoftmax import jax
 
-        function = getattr(osj, case.operation)
-        if case.operation == LOSS:
-            return lambda x, weight, target: (function(x, weight, target),)
-        return lambda x, weight, target: tuple(function(x, weight, target)[:2])
+        return public_head(case, jax, {})
 
 
 HEAD_PEERS: dict[str, type[Peer]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..formulas import log_probabilities
 from .cases import HeadCase
 
 ROWS = 256
@@ -60,9 +61,7 @@ def sample_of(case: HeadCase, x: Any, weight: Any, target: Any, *incoming: Any) 
 
 def _of_rows(z: Any, target: Any) -> tuple[Any, Any, Any]:
     """(logsumexp, log-probability of the target, entropy) of each row."""
-    log_p = z.log_softmax(-1)
-    logprob = log_p.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-    return z.logsumexp(-1), logprob, -(log_p.exp() * log_p).sum(-1)
+    return z.logsumexp(-1), *log_probabilities(z, target)
 
 
 def errors(sample: Sample, found: tuple[Any, ...]) -> tuple[float, ...]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from ..cases import Case
+from ..formulas import Function, at_target
 from ..libraries import Trl
 from ..peers import Compiled, Peer
 from .peers import CutExact, LigerHead, QuackHead
-from .step_cases import POLICY, TRAINING, StepCase
-
-Function = Callable[..., Any]
-
+from .step_cases import POLICY, TRAINING
 
 CLIP = 0.2
 """Distance of a ratio of probabilities from 1 at which it is clipped."""
@@ -33,50 +30,42 @@ def losses_on_logits(logits: Any, target: Any, *per_token: Any) -> Any:
     """The loss of each token by PyTorch's operations: cross-entropy, or that of a policy with its numbers."""
     import torch
 
-    logprob = torch.log_softmax(logits, -1).gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    logprob = at_target(torch.log_softmax(logits, -1), target)
     return clipped(logprob, None, None, *per_token) if per_token else -logprob
 
 
-class Step(Peer):
-    """A way to the loss.
+class OursStep(Peer):
+    """Our functions of hidden states, which hold as many logits as their memory allows.
 
-    `prepare` returns the function (hidden states, weight of the head, targets, *numbers of each token) -> mean loss.
-
-    Attributes:
-        compiled: True for decoder and loss under one torch.compile.
+    The functions of all ways take the hidden states, the weight of the head, the targets and the numbers of each token,
+    and return the mean loss.
     """
-
-    compiled = False
-
-
-class OursStep(Step):
-    """Our functions of hidden states, which hold as many logits as their memory allows."""
 
     name, module, ours = "ours", "onlinesoftmax", True
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """The function with the memory that it takes by default."""
         import onlinesoftmax as osm
 
         if case.operation == TRAINING:
-            return lambda hidden, weight, target: osm.linear_cross_entropy(hidden, weight, target)
+            return osm.linear_cross_entropy
         return lambda hidden, weight, target, *per_token: osm.linear_token_loss(
             hidden, weight, target, clipped, *per_token
         )
 
 
 class OursCompiled(OursStep):
-    """The same under torch.compile, together with the decoder."""
+    """The same under torch.compile, together with the decoder: `steps` compiles the loss of a way that says so."""
 
     name, compiled = "ours-compile", True
 
 
-class OursOnLogits(Step):
+class OursOnLogits(Peer):
     """Our functions on the logits; the gradient of cross-entropy is written into their memory."""
 
     name, module, ours = "ours-logits", "onlinesoftmax", True
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """`cross_entropy` or `token_logprobs` after a linear layer."""
         from torch.nn import functional
 
@@ -92,12 +81,12 @@ class OursOnLogits(Step):
         return training if case.operation == TRAINING else policy
 
 
-class TorchStep(Step):
+class TorchStep(Peer):
     """PyTorch's operations, as the models of transformers have them: on logits in float32."""
 
     name, distribution = "torch", "torch"
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """`linear`, then the loss in float32."""
         from torch.nn import functional
 
@@ -118,13 +107,12 @@ class CompiledStep(TorchStep):
 class LigerStep(LigerHead):
     """Liger-Kernel's fused linear cross-entropy, and its fused linear GRPO, a sequence at a time."""
 
-    operations, compiled = (TRAINING, POLICY), False
+    operations = (TRAINING, POLICY)
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Any) -> Function:
         """The autograd function of the one, the module of the other."""
-        assert isinstance(case, StepCase)
         if case.operation == TRAINING:
-            return self.function(case)
+            return super().forward(case)
         loss, length = _liger_policy(), case.length
 
         def policy(hidden: Any, weight: Any, target: Any, advantage: Any, old: Any) -> Any:
@@ -145,28 +133,16 @@ def _liger_policy() -> Any:
     )
 
 
-class QuackStep(QuackHead):
-    """quack's linear cross-entropy in chunks of tokens."""
-
-    prepare, compiled = QuackHead.function, False
-
-
-class CutStep(CutExact):
-    """cut-cross-entropy with all gradients."""
-
-    prepare, compiled = CutExact.function, False
-
-
 class TrlOnLogits(Trl):
     """TRL's log-probabilities by its own kernel, on the logits."""
 
-    name, operations, compiled = "trl-logits", (POLICY,), False
+    name, operations = "trl-logits", (POLICY,)
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """`selective_log_softmax_and_entropy` after a linear layer."""
         from torch.nn import functional
 
-        logprobs = self.function(case)
+        logprobs = super().forward(case)
 
         def policy(hidden: Any, weight: Any, target: Any, *per_token: Any) -> Any:
             logprob, entropy = logprobs(functional.linear(hidden, weight), target)
@@ -178,14 +154,14 @@ class TrlOnLogits(Trl):
 class TrlStep(Trl):
     """TRL's log-probabilities without logits, in tiles of tokens and classes."""
 
-    operations, compiled, needed = (POLICY,), False, "ChunkedLogProbFunction"
+    operations, needed = (POLICY,), "ChunkedLogProbFunction"
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """The autograd function with the arguments that TRL's trainer gives, without the further outputs."""
-        function: Any = self.function(case)
+        apply = self.named(self.needed).apply  # type: ignore[attr-defined]
 
         def policy(hidden: Any, weight: Any, target: Any, *per_token: Any) -> Any:
-            logprob = function.apply(hidden, weight, None, target, 1.0, TRL_COLUMNS, None, 1.0, ())[0]
+            logprob = apply(hidden, weight, None, target, 1.0, TRL_COLUMNS, None, 1.0, ())[0]
             return clipped(logprob, None, None, *per_token).mean()
 
         return policy
@@ -194,7 +170,7 @@ class TrlStep(Trl):
 STEP_PEERS: dict[str, type[Peer]] = {
     peer.name: peer
     for peer in (
-        OursCompiled, OursOnLogits, TorchStep, CompiledStep, LigerStep, QuackStep, CutStep, TrlStep, TrlOnLogits,
+        OursCompiled, OursOnLogits, TorchStep, CompiledStep, LigerStep, QuackHead, CutExact, TrlStep, TrlOnLogits,
     )
 }  # fmt: skip
 """The ways other than OursStep, by their names on the command line."""

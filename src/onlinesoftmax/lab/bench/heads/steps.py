@@ -104,9 +104,7 @@ def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
     with torch.no_grad():
         hidden, weight = decoder(drawn).float(), decoder.head.float()
         parts = zip(hidden.split(AT_ONCE), target.split(AT_ONCE), strict=True)
-        logprob = torch.cat([
-            torch.log_softmax(x @ weight.t(), -1).gather(1, y.unsqueeze(1)).squeeze(1) for x, y in parts
-        ])  # fmt: skip
+        logprob = -torch.cat([losses_on_logits(x @ weight.t(), y) for x, y in parts])
     return Batch(drawn, target, (advantage.to(device), logprob - ahead.to(device)))
 
 
@@ -134,7 +132,7 @@ def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:
     """The function that returns the loss of a batch in one way."""
     import torch
 
-    loss_of = peer.prepare(case)
+    loss_of = peer.forward(case)
 
     def loss() -> Any:
         return loss_of(decoder(batch.tokens), decoder.head, batch.target, *batch.per_token)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 from ....explanation import explain
 from ..cases import Case
+from ..formulas import Function
 from ..libraries import Quack
 from ..peers import Compiled, ForGpus, Peer, compiled
 from .cases import RouteCase
-
-Function = Callable[..., Any]
 
 BALANCE, Z = 1e-2, 1e-3
 """Weights of the load-balancing loss and of the z-loss."""
@@ -43,25 +41,16 @@ class Gate(Peer):
         return None
 
     def prepare(self, case: Case) -> Function:
-        """The function of logits and bias."""
-        assert isinstance(case, RouteCase)
+        """The function of logits and bias; with a gradient, `forward` returns both losses too."""
+        import torch
+
         forward = self.forward(case)
-        return with_gradient(forward) if case.with_gradient else forward
 
-    def forward(self, case: RouteCase) -> Function:
-        """The function that returns (weights, experts, counts), and with a gradient both losses."""
-        raise NotImplementedError
+        def with_gradient(x: Any, bias: Any) -> Any:
+            weights, experts, counts, *losses = forward(x, bias)
+            return torch.autograd.grad([weights, *losses], x, incoming(weights))[0], experts, counts
 
-
-def with_gradient(forward: Function) -> Function:
-    """A function that returns (gradient, experts, counts), of one that returns (weights, experts, counts, *losses)."""
-    import torch
-
-    def call(x: Any, bias: Any) -> Any:
-        weights, experts, counts, *losses = forward(x, bias)
-        return torch.autograd.grad([weights, *losses], x, incoming(weights))[0], experts, counts
-
-    return call
+        return with_gradient if case.with_gradient else forward
 
 
 def incoming(weights: Any) -> list[Any]:
@@ -173,9 +162,8 @@ class QuackGate(Gate, ForGpus):
     name, module, distribution = Quack.name, "quack.topk", Quack.distribution
     lacks = "counts by PyTorch, no lse"
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: Any) -> str | None:
         """Softmax of the chosen logits, of a number of experts that its sort takes; no losses."""
-        assert isinstance(case, RouteCase)
         given, experts = case.arguments, case.shape[1]
         if case.with_gradient:
             return "has no losses"
@@ -196,7 +184,7 @@ class QuackGate(Gate, ForGpus):
         """Its public function."""
         import torch
 
-        topk, k, experts = importlib.import_module(self.module).topk, case.arguments["k"], case.shape[1]
+        topk, k, experts = self.named("topk"), case.arguments["k"], case.shape[1]
 
         def forward(x: Any, _: Any) -> Any:
             weights, chosen = topk(x, k, softmax=True)

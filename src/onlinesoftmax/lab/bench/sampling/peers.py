@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -11,11 +10,10 @@ from typing import Any, ClassVar
 from ....explanation import explain
 from ... import jax_on_torch
 from ..cases import Case
+from ..formulas import Function
 from ..jax_peers import Arrays
 from ..peers import Compiled, ForGpus, Peer, compiled
 from .cases import ASKED, LOGITS, SAMPLE, TOPK, VERIFY, TokenCase
-
-Function = Callable[..., Any]
 
 
 class Tokens(Peer):
@@ -32,15 +30,6 @@ class Tokens(Peer):
     def note(self, case: TokenCase, x: Any, *more: Any) -> str:
         """A note for tables: what the way does not return."""
         return self.lacks.get(case.asked, "")
-
-    def prepare(self, case: Case) -> Function:
-        """The function of the logits."""
-        assert isinstance(case, TokenCase)
-        return self.of_logits(case)
-
-    def of_logits(self, case: TokenCase) -> Function:
-        """The function for the arguments of the case."""
-        raise NotImplementedError
 
 
 class OursTokens(Tokens):
@@ -66,7 +55,7 @@ class OursTokens(Tokens):
         found = explain(x, operation=SAMPLE, **given)
         return f"{found.name}, {found.kernel.blocks} blocks of a row" if found.kernel else found.name
 
-    def of_logits(self, case: TokenCase) -> Function:
+    def forward(self, case: TokenCase) -> Function:
         """The public function."""
         import onlinesoftmax
 
@@ -82,7 +71,7 @@ class TorchTokens(Tokens):
     name, distribution = "torch", "torch"
     lacks = dict.fromkeys(ASKED[SAMPLE], "no log-probability of the token")
 
-    def of_logits(self, case: TokenCase) -> Function:
+    def forward(self, case: TokenCase) -> Function:
         """The operations of libraries that serve models."""
         return by_torch(case)
 
@@ -92,7 +81,7 @@ class CompiledTokens(TorchTokens):
 
     name = Compiled.name
 
-    def of_logits(self, case: TokenCase) -> Function:
+    def forward(self, case: TokenCase) -> Function:
         """A compilation for this shape, which serves all kinds of logits."""
         return _compiled(replace(case, logits=LOGITS[0]))
 
@@ -183,11 +172,11 @@ class FlashInfer(Tokens, ForGpus):
     lacks = dict.fromkeys((*ASKED[SAMPLE], *ASKED[TOPK]), "no log-probabilities")
     lacks["all, top 20"] = "no min-p, no log-probabilities"
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: Any) -> str | None:
         """Everything but greedy rows."""
-        return "has no greedy rows" if isinstance(case, TokenCase) and case.asked == "greedy" else None
+        return "has no greedy rows" if case.asked == "greedy" else None
 
-    def of_logits(self, case: TokenCase) -> Function:
+    def forward(self, case: TokenCase) -> Function:
         """Its public functions."""
         library: Any = importlib.import_module(self.module)
         given = case.arguments
@@ -205,15 +194,14 @@ class FlashInferLogits(FlashInfer):
 
     name, operations = "flashinfer-logits", (SAMPLE,)
 
-    def supports(self, case: Case) -> str | None:
+    def supports(self, case: Any) -> str | None:
         """No filter, and top-k with or without top-p."""
         if reason := ForGpus.supports(self, case) or super().supports(case):
             return reason
-        assert isinstance(case, TokenCase)
         given = case.arguments
         return "has no top-p of logits" if "top_p" in given and "top_k" not in given else None
 
-    def of_logits(self, case: TokenCase) -> Function:
+    def forward(self, case: TokenCase) -> Function:
         """Its public functions."""
         sampling, given = importlib.import_module(self.module).sampling, case.arguments
         if "top_k" not in given:
@@ -232,7 +220,7 @@ class JaxTokens(Arrays, Tokens):
         """Everything but drafts."""
         return "has no function for drafts" if case.operation == VERIFY else None
 
-    def of_logits(self, case: TokenCase) -> Function:
+    def forward(self, case: TokenCase) -> Function:
         """The functions, compiled in one."""
         import torch
 

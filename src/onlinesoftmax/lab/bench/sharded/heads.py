@@ -14,14 +14,10 @@ from ..check import Inputs
 from ..formulas import Function
 from ..heads.cases import HeadCase
 from ..heads.measure import lacks_memory, measure
-from ..heads.peers import LOSS, TOKENS, OursHead, with_gradients
+from ..heads.peers import OursHead, public_head
 from ..result import CaseResult
 from .measure import agreed, run
 from .team import GroupClock, Team
-
-FUNCTIONS: dict[str, Function] = {
-    LOSS: distributed.linear_cross_entropy, TOKENS: distributed.linear_token_logprobs,
-}  # fmt: skip
 
 
 class ShardedHead(OursHead):
@@ -31,15 +27,10 @@ class ShardedHead(OursHead):
         super().__init__(team.device.type)
         self.team = team
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: HeadCase) -> Function:
         """The public function of the input and of this process's rows of the weight."""
-        shards, function = self.team.shards(case), FUNCTIONS[case.operation]
-
-        def forward(x: Any, own: Any, target: Any) -> Any:
-            found = function(x, own, target, shards=shards, group=self.team.group)
-            return found if case.operation == LOSS else tuple(found[:2])
-
-        return with_gradients(forward)
+        given = {"shards": self.team.shards(case), "group": self.team.group}
+        return public_head(case, distributed, given)
 
     def arguments(self, case: Case, inputs: Inputs) -> Inputs:
         """The tensors with the rows of the weight that this process has, in memory of their own."""
@@ -79,9 +70,9 @@ class WholeHead(ShardedHead):
 
     name = "one-process"
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: HeadCase) -> Function:
         """Our public function."""
-        return OursHead(self.device_type).prepare(case)
+        return OursHead(self.device_type).forward(case)
 
     def arguments(self, case: Case, inputs: Inputs) -> Inputs:
         """The whole tensors."""

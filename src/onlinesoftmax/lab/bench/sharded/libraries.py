@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
-
 from .. import libraries
 from ..cases import Case
 from ..formulas import Function
@@ -15,17 +12,13 @@ from .peers import Member
 class ShardedLoss(Member, ForGpus):
     """A library's loss of the columns of this process; each process has as many."""
 
-    operations = ("cross_entropy",)
+    operations, matrices_only = ("cross_entropy",), libraries.TransformerEngine.matrices_only
 
     def supports(self, case: Case) -> str | None:
         """Rows of two dimensions and equal shards."""
-        if reason := ForGpus.supports(self, case):
-            return reason
-        if len(case.shape) != 2:
-            return "takes only two dimensions here"
-        return "takes equal shards only" if case.shape[1] % self.team.size else None
+        return super().supports(case) or ("takes equal shards only" if case.shape[1] % self.team.size else None)
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """The mean of the losses, or the losses."""
         losses, mean = self.losses(case), case.reduction == "mean"
         return lambda x, target: losses(x, target).mean() if mean else losses(x, target)
@@ -44,7 +37,7 @@ class Megatron(ShardedLoss):
 
     def losses(self, case: Case) -> Function:
         """Its public function, for a batch of one."""
-        loss, group = importlib.import_module(self.module).vocab_parallel_cross_entropy, self.team.group
+        loss, group = self.named("vocab_parallel_cross_entropy"), self.team.group
         return lambda x, target: loss(x[:, None], target[:, None], tp_group=group)[:, 0]
 
 
@@ -54,7 +47,7 @@ class TransformerEngine(ShardedLoss):
     name, module = libraries.TransformerEngine.name, libraries.TransformerEngine.module
     distribution, overwrites = libraries.TransformerEngine.distribution, libraries.TransformerEngine.overwrites
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Its public function, which has the mean too."""
         return libraries.parallel_cross_entropy(case, dist_process_group=self.team.group)
 
@@ -65,10 +58,10 @@ class FlashAttention(ShardedLoss):
     name, module = libraries.FlashAttention.name, libraries.FlashAttention.module
     distribution = libraries.FlashAttention.distribution
 
-    def function(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Its module with the group."""
-        module: Any = importlib.import_module(self.module)
-        function: Function = module.CrossEntropyLoss(reduction=case.reduction, process_group=self.team.group)
+        module = self.named("CrossEntropyLoss")
+        function: Function = module(reduction=case.reduction, process_group=self.team.group)
         return function
 
 
@@ -79,7 +72,8 @@ class Liger(ShardedLoss):
 
     def losses(self, case: Case) -> Function:
         """The autograd function that its modules call: with no label smoothing, its kind does not matter."""
-        apply, group = importlib.import_module(self.module).LigerVocabParallelCEFunction.apply, self.team.group
+        apply: Function = self.named("LigerVocabParallelCEFunction").apply  # type: ignore[attr-defined]
+        group = self.team.group
         return lambda x, target: apply(x[:, None], target[:, None], group, -100, 0.0, "pytorch", "global")[:, 0]
 
 

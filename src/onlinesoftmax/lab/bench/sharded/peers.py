@@ -182,8 +182,8 @@ class OursSharded(Member):
         forced = {"backend": backend, "strategy": strategy, "exchange": self.exchange}
         self._forced = {name: value for name, value in forced.items() if value is not None}
 
-    def prepare(self, case: Case) -> Function:
-        """Our function, with autograd where the case has a gradient."""
+    def forward(self, case: Case) -> Function:
+        """Our function with the arguments that are forced, and those that it is told."""
         return public_function(case, distributed, {"group": self.team.group, **self._told(case), **self._forced})
 
     def _told(self, case: Case) -> dict[str, Any]:
@@ -215,9 +215,9 @@ class OursWhole(Member):
         """The whole tensors."""
         return Peer.arguments(self, case, inputs)
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """Our public function."""
-        return Ours(self.device_type).prepare(case)
+        return Ours(self.device_type).forward(case)
 
 
 class _OfDTensors(Member):
@@ -249,8 +249,8 @@ class OursOnDTensors(_OfDTensors):
 
     name, ours = "dtensor", True
 
-    def prepare(self, case: Case) -> Function:
-        """Our function, with autograd where the case has a gradient."""
+    def forward(self, case: Case) -> Function:
+        """Our public function."""
         return public_function(case, api, {})
 
 
@@ -283,7 +283,7 @@ class AllGather(Member):
         """Equal shards: an all-gather takes as many columns from every process."""
         return "takes equal shards only" if case.shape[case.dim] % self.team.size else None
 
-    def prepare(self, case: Case) -> Function:
+    def forward(self, case: Case) -> Function:
         """PyTorch's function of the gathered logits; of a result per element, each process keeps its columns."""
         team, own, dim = self.team, formulas.own(case.without_gradient), case.dim
         first, cols, _ = team.shards(case)
@@ -293,7 +293,7 @@ class AllGather(Member):
             y = own(_Gathered.apply(x, team, dim, elements), *more)
             return y.narrow(dim, first, cols) if elements else y
 
-        return formulas.with_gradient(case, forward)
+        return forward
 
 
 class _Gathered(torch.autograd.Function):
