@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -79,7 +80,6 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
 
     of_heads = suite.measures == "head time"
     known: dict[str, Any] = heads.PEERS if of_heads else peers.PEERS | libraries.PEERS
-    steps: Any = heads.run_heads if of_heads else measure.run
     with output.refusing():
         asked = list(known) if options["peers"] is None else split_names(options["peers"])
         check_names("peer", asked, known)
@@ -97,9 +97,8 @@ def measure_sharded(options: dict[str, Any], suite: Suite) -> NoReturn:
         repeat_ms = options["repeat"] or suite.repeat_ms
         options |= {"repeat": repeat_ms, "peers": ",".join(asked), "device": str(team.device)}
         recording = _begun(team, options, suite, todo, absent)
-        bench_steps.measure(
-            recording, lambda left: steps(left, everybody, team, repeat_ms), options["out"], leader=not team.rank
-        )
+        steps = partial(measure.run, everybody=everybody, team=team, repeat_ms=repeat_ms, measures=suite.measures)
+        bench_steps.measure(recording, steps, options["out"], leader=not team.rank)
         if not team.rank:
             bench_steps.show(recording, options["as_json"])
         # torchrun ends all processes when the first one ends with an error, and process 0 must print before.

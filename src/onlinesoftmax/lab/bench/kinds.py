@@ -10,7 +10,7 @@ from .heads import measure as heads
 from .heads import steps
 from .heads.peers import HEAD_PEERS, OursHead
 from .heads.step_peers import STEP_PEERS, OursStep
-from .measure import clock_of, each_case
+from .measure import Begun, clock_of, each_case, measure_begun
 from .peers import Peer
 from .result import CaseResult
 from .routing import measure as routing
@@ -18,7 +18,6 @@ from .routing.peers import GATE_PEERS, OursGate
 from .sampling import decoding
 from .sampling import measure as sampling
 from .sampling.peers import TOKEN_PEERS, OursTokens
-from .timing import Clock
 
 
 class Kind(NamedTuple):
@@ -28,21 +27,21 @@ class Kind(NamedTuple):
         ours: Our usual way.
         peers: The other ways, by their names on the command line.
         lacks: Function (case, torch device) -> the memory or the package that the case lacks there, or None.
-        measure: Function (case, ways, torch device, milliseconds of a measurement, clock) -> results.
+        begin: Function (case, torch device) -> what is checked and timed; it makes the tensors of the case.
     """
 
     ours: type[Peer]
     peers: Mapping[str, type[Peer]]
     lacks: Callable[[Any, Any], str | None]
-    measure: Callable[[Any, Sequence[Peer], Any, float, Clock], CaseResult]
+    begin: Callable[[Any, Any], Begun]
 
 
 KINDS: dict[Measures, Kind] = {
-    "head time": Kind(OursHead, HEAD_PEERS, heads.lacks_memory, heads.measure),
-    "token time": Kind(OursTokens, TOKEN_PEERS, sampling.lacks_memory, sampling.measure),
-    "gate time": Kind(OursGate, GATE_PEERS, routing.lacks_memory, routing.measure),
-    "step time": Kind(OursStep, STEP_PEERS, steps.lacks_memory, steps.measure),
-    "decoding time": Kind(OursTokens, TOKEN_PEERS, decoding.lacks, decoding.measure),
+    "head time": Kind(OursHead, HEAD_PEERS, heads.lacks_memory, heads.begin),
+    "token time": Kind(OursTokens, TOKEN_PEERS, sampling.lacks_memory, sampling.begin),
+    "gate time": Kind(OursGate, GATE_PEERS, routing.lacks_memory, routing.begin),
+    "step time": Kind(OursStep, STEP_PEERS, steps.lacks_memory, steps.begin),
+    "decoding time": Kind(OursTokens, TOKEN_PEERS, decoding.lacks, decoding.begin),
 }
 """The kinds by name."""
 
@@ -61,10 +60,7 @@ def run_kind(
     """
     kind, clock = KINDS[measures], clock_of(everybody, device)
 
-    def lacks(case: Any) -> str | None:
-        return kind.lacks(case, device)
-
     def measure(case: Any) -> CaseResult:
-        return kind.measure(case, everybody, device, repeat_ms, clock)
+        return measure_begun(case, kind.begin(case, device), measures, everybody, clock, repeat_ms)
 
-    return each_case(cases, device, lacks, measure, measures)
+    return each_case(cases, device, lambda case: kind.lacks(case, device), measure, measures)

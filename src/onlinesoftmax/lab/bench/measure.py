@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 from ...explanation import Explanation, explain
 from ...planner.plan import Plan, PlanError
@@ -17,7 +18,7 @@ from .entries import Measures
 from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
-from .result import ONE_READ, CaseResult, Result
+from .result import FORMS, CaseResult, Result
 from .timing import Against, Call, Clock, Flush, Samples, Times, clock_for
 
 C = TypeVar("C", bound=Case)
@@ -82,7 +83,7 @@ def each_case(
             yield CaseResult(case, skipped=reason, measures=measures)
             continue
         try:
-            yield replace(measure(case), measures=measures)
+            yield measure(case)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -144,27 +145,46 @@ def with_times(
     return timed
 
 
-def with_all_times(checked: CaseResult, calls: dict[str, Call], clock: Clock, repeat_ms: float) -> CaseResult:
-    """The results of a case with the times of their calls, which no yardstick is measured beside."""
-    return replace(checked, results=with_times(checked.results, clock.measure(calls, repeat_ms) if calls else {}))
+class Begun(NamedTuple):
+    """A case that can be measured: its tensors are made.
 
-
-def over_one_read(checked: CaseResult, calls: dict[str, Call], rows: Any, clock: Clock, repeat_ms: float) -> CaseResult:
-    """The results of a case with the times of their calls, over that of one read of rows: our logsumexp of them.
-
-    Args:
-        checked: The results without times.
-        calls: The calls to time, by name.
-        rows: A torch tensor whose rows are read.
-        clock, repeat_ms: The clock, and the milliseconds for each measurement.
+    Attributes:
+        check: Function that returns the result of a library without times, and its call.
+        yardsticks: Calls that are timed beside the libraries, by the field of CaseResult for their times; the ratio to
+            the first is recorded.
+        clean, before: As for `Flush`; `clean` is True for all calls or none.
     """
+
+    check: Callable[[Peer], tuple[Result, Call]]
+    yardsticks: Mapping[str, Call] = MappingProxyType({})
+    clean: bool = False
+    before: Call | None = None
+
+
+def beside_one_read(check: Callable[[Peer], tuple[Result, Call]], rows: Any) -> Begun:
+    """A case whose calls are timed beside one read of the rows of a torch tensor: our logsumexp of them."""
     from onlinesoftmax import logsumexp
 
-    everything: dict[str, Call] = {**calls, ONE_READ: partial(logsumexp, rows, -1)}
-    samples = clock.measure(everything, repeat_ms, Flush(everything))
-    read = Times.of(samples[ONE_READ])
-    results = with_times(checked.results, samples, lambda _, us: {"of_read": us / read.median_us})
-    return replace(checked, results=results, one_read=read)
+    return Begun(check, {"one_read": partial(logsumexp, rows, -1)}, clean=True)
+
+
+def measure_begun(
+    case: Case, begun: Begun, measures: Measures, everybody: Sequence[Peer], clock: Any, repeat_ms: float,
+    agreed: Callable[[Any], Any] = lambda result: result,
+) -> CaseResult:  # fmt: skip
+    """Check all libraries, then time their calls and the yardsticks; `agreed` is that of `check_each`."""
+    results, calls = check_each(case, everybody, begun.check, agreed)
+    form, names = FORMS[measures], FORMS[measures].yardsticks
+    calls |= {names[place]: call for place, call in begun.yardsticks.items()}
+    flush = Flush(tuple(calls) if begun.clean else (), begun.before)
+    samples = clock.measure(calls, repeat_ms, flush) if calls else {}
+    times: dict[str, Any] = {place: Times.of(samples[names[place]]) for place in begun.yardsticks}
+    first = next(iter(times.values()), None)
+
+    def ratio(_: Result, us: float) -> dict[str, float]:
+        return {form.fields[0]: us / first.median_us} if first else {}
+
+    return CaseResult(case, results=with_times(results, samples, ratio), measures=measures, **times)
 
 
 def check_each(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from ..check import OTHERS_SLACK
 from ..inputs import lacking
-from ..measure import check_each, judged, with_times
+from ..measure import Begun, judged
 from ..peers import Peer
-from ..result import FOUR_PRODUCTS, THREE_PRODUCTS, CaseResult, Result
-from ..timing import Call, Flush, Times
+from ..result import Result
+from ..timing import Call
 from .cases import HeadCase
 from .peers import TOKENS, TorchHead
 from .reference import errors, sample_of
@@ -65,14 +64,8 @@ def bare_products(x: Any, weight: Any) -> tuple[Call, Call]:
     return three, four
 
 
-def measure(
-    case: HeadCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Any,
-    agreed: Callable[[Any], Any] = lambda result: result,
-) -> CaseResult:  # fmt: skip
-    """Measure a case in all ways; as `Kind.measure`.
-
-    With several processes, the clock is that of the group, and `agreed` makes one result of theirs.
-    """
+def begin(case: HeadCase, device: Any) -> Begun:
+    """As `Kind.begin`."""
     inputs = make_head(case, device)
     sample = sample_of(case, *inputs)
     allowed = errors(sample, TorchHead(device.type).prepare(case)(*inputs))
@@ -83,13 +76,8 @@ def measure(
         reason = wrong(case, found, allowed, getattr(peer, "slack", OTHERS_SLACK))
         return judged(case, peer, call, reason, found[1], allowed[1])
 
-    results, calls = check_each(case, everybody, check, agreed)
     three, four = bare_products(*inputs[:2])
-    everything = {**calls, THREE_PRODUCTS: three, FOUR_PRODUCTS: four}
-    samples = clock.measure(everything, repeat_ms, Flush(before=three))
-    products, again = (Times.of(samples[name]) for name in (THREE_PRODUCTS, FOUR_PRODUCTS))
-    results = with_times(results, samples, lambda _, us: {"of_products": us / products.median_us})
-    return CaseResult(case, results=results, three_products=products, four_products=again)
+    return Begun(check, {"three_products": three, "four_products": four}, before=three)
 
 
 def wrong(case: HeadCase, found: tuple[float, ...], allowed: tuple[float, ...], slack: float) -> str | None:

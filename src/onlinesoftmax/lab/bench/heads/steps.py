@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ....core.task import ITEMSIZE
 from ..inputs import extra_bytes, lacking
-from ..measure import check_each, with_all_times
+from ..measure import Begun
 from ..peers import Peer
-from ..result import CaseResult, Result
-from ..timing import Call, Clock
+from ..result import Result
+from ..timing import Call
 from .step_cases import POLICY, StepCase
 from .step_peers import losses_on_logits
 
@@ -108,8 +107,8 @@ def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
     return Batch(drawn, target, (advantage.to(device), logprob - ahead.to(device)))
 
 
-def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `Kind.measure`."""
+def begin(case: StepCase, device: Any) -> Begun:
+    """As `Kind.begin`."""
     import torch
 
     # Otherwise the cases add up to the limit of recompilations, and later ones run without being compiled.
@@ -124,8 +123,7 @@ def measure(case: StepCase, everybody: Sequence[Peer], device: Any, repeat_ms: f
         loss = _loss(case, peer, decoder, batch)
         return _checked(peer, loss, decoder, optimizer, right)
 
-    results, calls = check_each(case, everybody, check)
-    return with_all_times(CaseResult(case, results=results), calls, clock, repeat_ms)
+    return Begun(check)
 
 
 def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:

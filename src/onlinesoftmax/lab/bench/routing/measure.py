@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from ..inputs import lacks_copies
-from ..measure import check_each, judged, over_one_read
+from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
-from ..result import CaseResult, Result
-from ..timing import Call, Clock
+from ..result import Result
+from ..timing import Call
 from .cases import RouteCase
 from .peers import Gate
 from .reference import wrong
@@ -23,7 +22,6 @@ LONG = 8192
 
 SPREAD = 2.0
 """Standard deviation of the logits."""
-
 
 lacks_memory = partial(lacks_copies, FLOAT64_COPIES)
 
@@ -38,13 +36,12 @@ def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
     return x.requires_grad_(case.with_gradient), bias
 
 
-def measure(case: RouteCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `Kind.measure`."""
+def begin(case: RouteCase, device: Any) -> Begun:
+    """As `Kind.begin`."""
     inputs = make_logits(case, device)
-    results, calls = check_each(case, everybody, lambda peer: checked(case, peer, inputs))
     x = inputs[0].detach()
     long = x.view(-1, LONG) if x.numel() % LONG == 0 else x
-    return over_one_read(CaseResult(case, results=results), calls, long, clock, repeat_ms)
+    return beside_one_read(lambda peer: checked(case, peer, inputs), long)
 
 
 def checked(case: RouteCase, peer: Peer, inputs: tuple[Any, Any]) -> tuple[Result, Call]:

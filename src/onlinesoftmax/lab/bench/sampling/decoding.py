@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ....core.task import ITEMSIZE
 from ..inputs import lacking
-from ..measure import check_each, with_all_times
+from ..measure import Begun
 from ..peers import Peer
-from ..result import CaseResult, Result
-from ..timing import Call, Clock
+from ..result import Result
+from ..timing import Call
 from .cases import DecodeCase
 from .measure import checked, lacks_memory
 
@@ -27,8 +27,8 @@ def lacks(case: DecodeCase, device: Any) -> str | None:
     return lacking(ITEMSIZE[case.dtype] * (case.parameters + cache), device) or lacks_memory(case, device)
 
 
-def measure(case: DecodeCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `Kind.measure`.  Every step reads the same tokens at the same place."""
+def begin(case: DecodeCase, device: Any) -> Begun:
+    """As `Kind.begin`.  Every step reads the same tokens at the same place."""
     decode = make_decoder(case, device)
     logits = decode()  # all calls write this tensor, which the ways read
 
@@ -41,8 +41,7 @@ def measure(case: DecodeCase, everybody: Sequence[Peer], device: Any, repeat_ms:
 
         return result, step
 
-    results, calls = check_each(case, everybody, check)
-    return with_all_times(CaseResult(case, results=results), calls, clock, repeat_ms)
+    return Begun(check)
 
 
 def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from ..inputs import lacks_copies
-from ..measure import check_each, judged, over_one_read
+from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
-from ..result import CaseResult, Result
-from ..timing import Call, Clock
+from ..result import Result
+from ..timing import Call
 from .cases import VERIFY, TokenCase
 from .peers import OursTokens
 from .reference import wrong, wrong_drafts
@@ -70,11 +70,10 @@ def make_inputs(case: TokenCase, device: Any) -> tuple[Any, tuple[Any, ...]]:
     return both, (target, sample(draft, seed=row.unsqueeze(1), offset=place, **case.arguments).token, draft)
 
 
-def measure(case: TokenCase, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock) -> CaseResult:
-    """Measure a case in all ways; as `Kind.measure`."""
+def begin(case: TokenCase, device: Any) -> Begun:
+    """As `Kind.begin`."""
     rows, inputs = make_inputs(case, device)
-    results, calls = check_each(case, everybody, lambda peer: checked(case, peer, *inputs))
-    return over_one_read(CaseResult(case, results=results), calls, rows, clock, repeat_ms)
+    return beside_one_read(lambda peer: checked(case, peer, *inputs), rows)
 
 
 def checked(case: TokenCase, peer: Peer, *inputs: Any) -> tuple[Result, Call]:

@@ -1,9 +1,7 @@
-"""The measurement of a head whose classes are sharded over processes, beside the whole head on each of them."""
+"""The ways to compute a head whose classes are sharded over processes, and the whole head on each of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,11 +11,8 @@ from ..cases import Case
 from ..check import Inputs
 from ..formulas import Function
 from ..heads.cases import HeadCase
-from ..heads.measure import lacks_memory, measure
 from ..heads.peers import OursHead, public_head
-from ..result import CaseResult
-from .measure import agreed, run
-from .team import GroupClock, Team
+from .team import Team
 
 
 class ShardedHead(OursHead):
@@ -85,15 +80,3 @@ class WholeHead(ShardedHead):
 
 PEERS: dict[str, type[ShardedHead]] = {each.name: each for each in (ShardedByCollective, WholeHead)}
 """The peers by name on the command line."""
-
-
-def measure_head(
-    case: HeadCase, everybody: Sequence[ShardedHead], team: Team, repeat_ms: float, clock: GroupClock
-) -> CaseResult:  # fmt: skip
-    """Measure a case of a head whose classes are sharded; as `Measure`."""
-    # The same seed gives every process the same tensors.
-    return measure(case, everybody, team.device, repeat_ms, clock, partial(agreed, team))
-
-
-run_heads = partial(run, measure=measure_head, lacks=lacks_memory, measures="head time")
-"""Function (cases, ways, team, milliseconds of a measurement) -> results, as `run`."""

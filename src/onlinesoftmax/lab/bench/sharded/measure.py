@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,20 +13,17 @@ import torch.distributed as dist
 from ..cases import Case
 from ..entries import Measures
 from ..inputs import lacks_memory, make_inputs
-from ..measure import check_all, with_times
+from ..kinds import KINDS
+from ..measure import check_all, measure_begun, with_times
 from ..result import ALL_REDUCE, COPY_OF_SHARD, CaseResult, Result
 from ..timing import Call, Times
 from .peers import Member
 from .team import GroupClock, Team
 
-Measure = Callable[[Any, Sequence[Any], Team, float, GroupClock], CaseResult]
-"""measure(case, ways, team, milliseconds of a measurement, clock) measures a case in all processes of the team."""
-
 
 def run(
-    cases: Iterable[Any], everybody: Sequence[Any], team: Team, repeat_ms: float, measure: Measure | None = None,
-    lacks: Callable[[Any, Any], str | None] = lacks_memory, measures: Measures = "sharded time",
-) -> Iterator[CaseResult]:  # fmt: skip
+    cases: Iterable[Any], everybody: Sequence[Any], team: Team, repeat_ms: float, measures: Measures = "sharded time"
+) -> Iterator[CaseResult]:
     """Measure the cases, one at a time, in all processes of the team.
 
     Args:
@@ -34,18 +31,21 @@ def run(
         everybody: Our functions and what they are compared with.
         team: The processes.
         repeat_ms: Milliseconds for each measurement.
-        measure: Function that measures a case; by default that of sharded rows.
-        lacks: As for `Kind`.
-        measures: Name of the kind of measurement.
+        measures: The kind of measurement: of sharded rows, or in KINDS.
     """
-    clock = GroupClock(team)
+    clock, kind = GroupClock(team), KINDS.get(measures)
     for case in cases:
-        lacking = lacks(case, team.device)
+        lacking = (kind.lacks if kind else lacks_memory)(case, team.device)
         if team.largest(float(lacking is not None))[0]:
             skipped = lacking or "another process lacks memory"
             yield CaseResult(case, skipped=skipped, measures=measures, processes=team.size)
             continue
-        yield replace((measure or measure_rows)(case, everybody, team, repeat_ms, clock), measures=measures)
+        if kind:
+            # The same seed gives every process the same tensors.
+            begun = kind.begin(case, team.device)
+            yield measure_begun(case, begun, measures, everybody, clock, repeat_ms, partial(agreed, team))
+        else:
+            yield measure_rows(case, everybody, team, repeat_ms, clock)
         # The next case needs the memory.
         if team.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -65,7 +65,7 @@ def agreed(team: Team, result: Result) -> Result:
 def measure_rows(
     case: Case, everybody: Sequence[Member], team: Team, repeat_ms: float, clock: GroupClock
 ) -> CaseResult:  # fmt: skip
-    """Measure a case of sharded rows; as `Measure`."""
+    """Measure a case of sharded rows in all processes of the team."""
     inputs = make_inputs(case, team.device)
     checked = check_all(case, inputs, everybody, partial(agreed, team))
     shard = team.part(case, inputs[0])
@@ -80,5 +80,6 @@ def measure_rows(
         checked.results, samples, lambda r, us: {"host_us": host.get(r.who), "copies": us / copy.median_us}
     )
     return CaseResult(
-        case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, results, processes=team.size, all_reduce=all_reduce,
+        case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, results, measures="sharded time",
+        processes=team.size, all_reduce=all_reduce,
     )  # fmt: skip
