@@ -21,7 +21,7 @@ SPREAD = 3.0
 
 def lacks_memory(case: HeadCase, device: Any) -> str | None:
     """Why a case does not fit in the memory of a device; None if it does."""
-    # The float64 weight, PyTorch's logits with their float32 copies, and the gradients.
+    # The float64 weight and gradient of the input, PyTorch's logits with their float32 copies, and the gradients.
     tokens, hidden, classes = case.shape
     return lacking(16 * classes * (hidden + tokens) + 4 * case.bytes, device)
 

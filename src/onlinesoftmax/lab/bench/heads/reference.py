@@ -39,29 +39,20 @@ def sample_of(case: HeadCase, x: Any, weight: Any, target: Any, *incoming: Any) 
     # Classes of some targets, whose gradients are large, and any others.
     classes = torch.cat([target[tokens[: ROWS // 2]], torch.randperm(len(weight), device=x.device)[: ROWS // 2]])
     classes, step = classes.unique(), max(1, PIECE // len(weight))
-    found = [_of_rows(x[i : i + step].double() @ wide.t(), target[i : i + step]) for i in range(0, len(x), step)]
-    lse, logprob, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
-    given = tuple(t.double() for t in incoming)
-    dlogprob, dentropy = given or (torch.full_like(lse, -1 / len(x)), torch.zeros_like(lse))
-
-    def gradient(z: Any, rows: Any, columns: Any) -> Any:
-        """The gradient in logits of some rows and columns."""
-        log_p = z - lse[rows, None]
-        is_target = (target[rows, None] == columns).double()
-        of_logprob = dlogprob[rows, None] * (is_target - log_p.exp())
-        return of_logprob - dentropy[rows, None] * log_p.exp() * (log_p + entropy[rows, None])
-
-    everything, every_class = torch.arange(len(x), device=x.device), torch.arange(len(weight), device=x.device)
-    dw = gradient(x.double() @ wide[classes].t(), everything, classes).t() @ x.double()
-    dx = torch.cat([
-        gradient(x[part].double() @ wide.t(), part, every_class) @ wide for part in tokens.split(step)
-    ])  # fmt: skip
-    return Sample((logprob, entropy) if incoming else (-logprob.mean(),), tokens, classes, dx, dw)
-
-
-def _of_rows(z: Any, target: Any) -> tuple[Any, Any, Any]:
-    """(logsumexp, log-probability of the target, entropy) of each row."""
-    return z.logsumexp(-1), *log_probabilities(z, target)
+    # The loss is the mean of the negative logarithms.
+    dys = tuple(t.double() for t in incoming) or (torch.full_like(target, -1 / len(x), dtype=torch.float64),)
+    outputs, dx, dw = [], torch.empty_like(x, dtype=torch.float64), torch.zeros_like(wide[classes])
+    for first in range(0, len(x), step):
+        part = slice(first, first + step)
+        rows = x[part].double()
+        z = (rows @ wide.t()).requires_grad_()
+        found = log_probabilities(z, target[part])
+        (dz,) = torch.autograd.grad(found[: len(dys)], z, [dy[part] for dy in dys])
+        outputs.append([y.detach() for y in found])
+        dx[part] = dz @ wide
+        dw += dz[:, classes].t() @ rows
+    logprob, entropy = (torch.cat(parts) for parts in zip(*outputs, strict=True))
+    return Sample((logprob, entropy) if incoming else (-logprob.mean(),), tokens, classes, dx[tokens], dw)
 
 
 def errors(sample: Sample, found: tuple[Any, ...]) -> tuple[float, ...]:
