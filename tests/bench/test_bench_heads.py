@@ -11,15 +11,14 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU
 
-from onlinesoftmax.lab.bench.heads import peers
-from onlinesoftmax.lab.bench.heads.cases import HeadCase
+from onlinesoftmax.lab.bench.heads.cases import LOGPROBS, LOSS, HeadCase
 from onlinesoftmax.lab.bench.heads.measure import make_head
 from onlinesoftmax.lab.bench.heads.peers import HEAD_PEERS, OursHead, TorchHead
 from onlinesoftmax.lab.bench.heads.reference import errors, sample_of
 from onlinesoftmax.lab.bench.kinds import run_kind
 
-HEADS = [HeadCase(name, (20, 6, 30), 2, "float64", with_gradient=True) for name in (peers.LOSS, peers.TOKENS)]
-SMALL = [HeadCase(name, (30, 4, 800), 2, "float32", with_gradient=True) for name in (peers.LOSS, peers.TOKENS)]
+HEADS = [HeadCase(name, (20, 6, 30), 2, "float64", with_gradient=True) for name in (LOSS, LOGPROBS)]
+SMALL = [HeadCase(name, (30, 4, 800), 2, "float32", with_gradient=True) for name in (LOSS, LOGPROBS)]
 HERE = [name for name, peer in HEAD_PEERS.items() if name != "compile" and peer("cpu").why_absent() is None]
 
 
@@ -41,7 +40,7 @@ def test_every_way_on_a_cpu_is_right_or_refuses(case: HeadCase) -> None:
     (found,) = run_kind("head time", [case], everybody, CPU, 1)
     assert set(found.yardsticks) == {"three bare products", "four bare products"}
     status = {result.who: result.status for result in found.results}
-    refused = {"ours-small", "torch-linear"} if case.operation == peers.TOKENS else {"torch-chunks"}
+    refused = {"ours-small", "torch-linear"} if case.operation == LOGPROBS else {"torch-chunks"}
     assert {name for name, word in status.items() if word == "refused"} == refused & {*status}
     assert {*status.values()} <= {"ok", "refused"}
     for result in found.results:

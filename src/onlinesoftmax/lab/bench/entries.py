@@ -106,6 +106,11 @@ def tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry,
     )  # fmt: skip
 
 
+def heads(operation: str, *shapes: Shape) -> tuple[Entry, ...]:
+    """Heads of these tokens, hidden sizes and classes, with the gradients of input and weight."""
+    return rows(*shapes, operation=operation, with_gradient=True)
+
+
 def steps(operation: str, layers: int, *shapes: Shape) -> tuple[Entry, ...]:
     """Training steps with this loss of decoders of so many layers."""
     return rows(*shapes, operation=operation, with_gradient=True, more=(("layers", layers),))

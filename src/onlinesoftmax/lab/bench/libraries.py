@@ -10,7 +10,7 @@ from typing import Any
 from ..names import check_names
 from .cases import Case
 from .formulas import Function
-from .peers import Compiled, ForGpus, Peer, Torch
+from .peers import Compiled, ForGpus, Peer, Torch, by_name
 
 
 class Liger(ForGpus):
@@ -119,9 +119,7 @@ class Trl(ForGpus):
         return self.named(self.needed)
 
 
-PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (Torch, Compiled, Liger, Quack, FlashAttention, TransformerEngine, Trl)
-}
+PEERS: dict[str, type[Peer]] = by_name(Torch, Compiled, Liger, Quack, FlashAttention, TransformerEngine, Trl)
 """The other libraries for torch tensors, by their names on the command line."""
 
 

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ...planner.plan import PlanError
 from . import formulas
@@ -14,6 +14,8 @@ from .cases import Case
 from .check import Inputs
 from .formulas import Function, with_gradient
 from .inputs import extra_bytes, rounded
+
+P = TypeVar("P", bound="Peer")
 
 
 class Peer:
@@ -198,6 +200,11 @@ class Compiled(Torch):
     def prepare_out(self, case: Case) -> Function | None:
         """Nothing: a compiled function is called without `out=`."""
         return None
+
+
+def by_name(*peers: type[P]) -> dict[str, type[P]]:
+    """Peers by their names on the command line."""
+    return {peer.name: peer for peer in peers}
 
 
 def compiled(function: Function, dynamic: bool | None = False) -> Function:

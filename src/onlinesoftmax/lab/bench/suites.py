@@ -9,7 +9,8 @@ from ...core.task import ITEMSIZE
 from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
-from .entries import Entry, Suite, decoding, each, gates, powers, rows, steps, tokens, with_options
+from .entries import Entry, Suite, decoding, each, gates, heads, powers, rows, steps, tokens, with_options
+from .heads.cases import LOGPROBS, LOSS
 from .heads.step_cases import POLICY, TRAINING
 from .result import FORMS
 from .routing.cases import GATES
@@ -34,6 +35,12 @@ RELATIVES = [name for name in MEASURED if name not in (FORWARD[0], GRADIENT_OF_E
 
 OF_ROWS = ("op", "fused", "with_gradient", "reduction", "backend", "strategy", "dim")
 """Options of the command line that suites of heads and of tokens have no use for."""
+
+OF_HEADS: Any = {"dtypes": ("bfloat16",), "repeat_ms": 300, "measures": "head time", "excluded": OF_ROWS}
+"""What suites of heads have in common."""
+
+FEW_HEADS = (256, 16, 1000), (100, 24, 1003)
+"""Tokens, hidden and classes of heads that are small enough for a CPU."""
 
 SHORT_ROWS = (4194304, 5), (4194304, 10), (2097152, 17), (1048576, 33), (1048576, 50), (262144, 100)
 """Rows of gates, classifiers and attention over few keys; all but the last in float32 are unaligned."""
@@ -159,22 +166,16 @@ SUITES: dict[str, Suite] = {
     "linear-cross-entropy": Suite(
         # Tokens, hidden and classes of models; the last hidden size and vocabulary are not aligned.
         "the head of a language model and its loss, with both gradients",
-        rows(
-            (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936),
-            (8192, 5120, 152064), (4096, 2560, 262208), (4096, 768, 50257), operation="linear_cross_entropy",
-            with_gradient=True,
+        heads(
+            LOSS, (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2304, 256000), (8192, 2048, 151936),
+            (8192, 5120, 152064), (4096, 2560, 262208), (4096, 768, 50257),
         ),
-        few=rows((256, 16, 1000), (100, 24, 1003), operation="linear_cross_entropy", with_gradient=True),
-        dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
+        few=heads(LOSS, *FEW_HEADS), **OF_HEADS,
     ),
     "linear-token-logprobs": Suite(
         "log-probabilities and entropies of a head, with both gradients",
-        rows(
-            (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2048, 151936), (4096, 768, 50257),
-            operation="linear_token_logprobs", with_gradient=True,
-        ),
-        few=rows((256, 16, 1000), (100, 24, 1003), operation="linear_token_logprobs", with_gradient=True),
-        dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
+        heads(LOGPROBS, (4096, 4096, 128256), (8192, 4096, 128256), (8192, 2048, 151936), (4096, 768, 50257)),
+        few=heads(LOGPROBS, *FEW_HEADS), **OF_HEADS,
     ),
     "sampling": Suite(
         "from logits to tokens: greedy, without a filter, top-k, top-p, and all filters with 20 log-probabilities",
@@ -229,11 +230,8 @@ SUITES: dict[str, Suite] = {
     ),
     DISTRIBUTED[1]: Suite(
         "heads whose classes are sharded over the processes of torchrun, with both gradients",
-        rows((8192, 4096, 128256), operation="linear_cross_entropy", with_gradient=True)
-        + rows((8192, 4096, 128256), operation="linear_token_logprobs", with_gradient=True),
-        few=rows((128, 16, 1003), operation="linear_cross_entropy", with_gradient=True)
-        + rows((128, 16, 1003), operation="linear_token_logprobs", with_gradient=True),
-        dtypes=("bfloat16",), repeat_ms=300, measures="head time", excluded=OF_ROWS,
+        heads(LOSS, (8192, 4096, 128256)) + heads(LOGPROBS, (8192, 4096, 128256)),
+        few=heads(LOSS, (128, 16, 1003)) + heads(LOGPROBS, (128, 16, 1003)), **OF_HEADS,
     ),
 }  # fmt: skip
 """The suites by name; shapes of those in DISTRIBUTED are those of the whole input."""

@@ -229,63 +229,48 @@ def _us(_: CaseResult, result: Result) -> str:
     return _digits(result.times.median_us if result.times else None)
 
 
-def _megabytes(_: CaseResult, result: Result) -> str:
-    return "" if result.extra_bytes is None else f"{result.extra_bytes / 1e6:.1f}"
-
-
-DEVICE_TIME: Columns = {
+COLUMNS: Columns = {
     "time us": _us,
+    "time ms": lambda _, result: _shown(result.times.median_us / 1e3 if result.times else None, ".1f"),
+    "tokens/s": lambda found, result: _shown(
+        1e6 * found.case.rows / result.times.median_us if result.times else None, ",.0f"
+    ),
+    "host us": lambda _, result: _digits(result.host_us),
     "GB/s": lambda _, result: _shown(result.gbps, ".0f" if result.gbps is None or result.gbps >= 100 else ".1f"),
     "of copy": lambda _, result: _shown(result.of_copy, ".0%"),
     USED: lambda _, result: _shown(result.utilisation, ".0%"),
+    "copies": lambda _, result: _shown(result.copies, ".2f"),
+    "of products": lambda _, result: _shown(result.of_products, ".2f"),
+    "of read": lambda _, result: _shown(result.of_read, ".2f"),
     "vs torch": _against,
-    MEMORY: _megabytes,
+    MEMORY: lambda _, result: _shown(result.extra_bytes and result.extra_bytes / 1e6, ".1f"),
+    "collectives": lambda _, result: _shown(result.collectives, "d"),
+    "bytes/row": lambda _, result: _shown(result.sent_row_bytes, ".6g"),
+    "error": lambda _, result: _shown(result.error, ".1e"),
 }
+"""Every column of numbers."""
+
+
+def _columns(*names: str) -> Columns:
+    return {name: COLUMNS[name] for name in names}
+
+
+DEVICE_TIME = _columns("time us", "GB/s", "of copy", USED, "vs torch", MEMORY)
 """Columns of device times.
 
 The memory is left out where no gradient ran on a GPU, the utilisation on a CPU and in older records.
 """
 
-SHARDED_TIME: Columns = {
-    "time us": _us,
-    "host us": lambda _, result: _digits(result.host_us),
-    "copies": lambda _, result: _shown(result.copies, ".2f"),
-    MEMORY: _megabytes,
-    "collectives": lambda _, result: _shown(result.collectives, "d"),
-    "bytes/row": lambda _, result: _shown(result.sent_row_bytes, ".6g"),
-    "error": lambda _, result: _shown(result.error, ".1e"),
-}
+SHARDED_TIME = _columns("time us", "host us", "copies", MEMORY, "collectives", "bytes/row", "error")
 """Columns of sharded times."""
 
-
-HEAD_TIME: Columns = {
-    "time us": _us,
-    "of products": lambda _, result: _shown(result.of_products, ".2f"),
-    "vs torch": lambda _, result: f"{1 / result.against_torch.ratio:.2f}x" if result.against_torch else "",
-    MEMORY: _megabytes,
-    "error": lambda _, result: _shown(result.error, ".1e"),
-}
+HEAD_TIME = _columns("time us", "of products", "vs torch", MEMORY, "error")
 """Columns of the times of heads."""
 
-
-TOKEN_TIME: Columns = {
-    "time us": _us,
-    "of read": lambda _, result: _shown(result.of_read, ".2f"),
-    "vs torch": HEAD_TIME["vs torch"],
-    MEMORY: _megabytes,
-}
+TOKEN_TIME = _columns("time us", "of read", "vs torch", MEMORY)
 """Columns of the times of sampling and of routing."""
 
-
-STEP_TIME: Columns = {
-    "time ms": lambda _, result: _shown(result.times.median_us / 1e3 if result.times else None, ".1f"),
-    "tokens/s": lambda found, result: _shown(
-        1e6 * found.case.rows / result.times.median_us if result.times else None, ",.0f"
-    ),
-    "vs torch": HEAD_TIME["vs torch"],
-    MEMORY: _megabytes,
-    "error": HEAD_TIME["error"],
-}
+STEP_TIME = _columns("time ms", "tokens/s", "vs torch", MEMORY, "error")
 """Columns of training steps."""
 
 

@@ -11,6 +11,9 @@ from ....ops import OPERATIONS
 from ...names import Shape, check_names
 from ..cases import Case
 
+LOSS, LOGPROBS = "linear_cross_entropy", "linear_token_logprobs"
+"""Functions of a head that are measured."""
+
 
 @dataclass(frozen=True)
 class HeadCase(Case):

@@ -11,8 +11,8 @@ from ..measure import Begun, judged
 from ..peers import Peer
 from ..result import Result
 from ..timing import Call
-from .cases import HeadCase
-from .peers import TOKENS, TorchHead
+from .cases import LOGPROBS, HeadCase
+from .peers import TorchHead
 from .reference import errors, sample_of
 
 SPREAD = 3.0
@@ -36,7 +36,7 @@ def make_head(case: HeadCase, device: Any) -> tuple[Any, ...]:
     x = torch.randn(tokens, hidden, **where).to(dtype)
     weight = (torch.randn(classes, hidden, **where) * (SPREAD / hidden**0.5)).to(dtype)
     target = torch.randint(classes, (tokens,), **where)
-    incoming = [torch.randn(tokens, dtype=wide, **where) for _ in range(2)] if case.operation == TOKENS else []
+    incoming = [torch.randn(tokens, dtype=wide, **where) for _ in range(2)] if case.operation == LOGPROBS else []
     return (x.requires_grad_(), weight.requires_grad_(), target, *incoming)
 
 
@@ -88,7 +88,7 @@ def wrong(case: HeadCase, found: tuple[float, ...], allowed: tuple[float, ...], 
     """
     import torch
 
-    outputs = ("logprob", "entropy") if case.operation == TOKENS else ("loss",)
+    outputs = ("logprob", "entropy") if case.operation == LOGPROBS else ("loss",)
     eps = torch.finfo(getattr(torch, case.dtype)).eps
     of_lse = 8 * torch.finfo(getattr(torch, case.accumulator)).eps
     of_gradient, of_output = eps / 4 + of_lse, eps + of_lse

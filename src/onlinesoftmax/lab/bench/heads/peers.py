@@ -14,10 +14,8 @@ from ..formulas import Function, log_probabilities
 from ..jax_peers import Programs, called
 from ..jax_peers import log_probabilities as in_jax
 from ..libraries import Liger, Quack
-from ..peers import Compiled, ForGpus, Peer, compiled
-from .cases import HeadCase
-
-LOSS, TOKENS = "linear_cross_entropy", "linear_token_logprobs"
+from ..peers import Compiled, ForGpus, Peer, by_name, compiled
+from .cases import LOGPROBS, LOSS, HeadCase
 
 TOKENS_AT_ONCE = 1024
 """Tokens of a chunk of the way that libraries for reinforcement learning wrote themselves."""
@@ -49,7 +47,7 @@ class OursHead(Peer):
 
     def supports(self, case: Case) -> str | None:
         """Everything but the sums of `acc_dtype`, which only chunks of tokens have."""
-        return f"{case.operation} has no acc_dtype" if self.acc_dtype and case.operation == TOKENS else None
+        return f"{case.operation} has no acc_dtype" if self.acc_dtype and case.operation == LOGPROBS else None
 
     def forward(self, case: HeadCase) -> Function:
         """The public function."""
@@ -152,7 +150,7 @@ class TorchLinear(Peer):
 class Checkpointed(Peer):
     """PyTorch's operations on chunks of tokens, whose float32 logits the backward pass makes again."""
 
-    name, operations = "torch-chunks", (TOKENS,)
+    name, operations = "torch-chunks", (LOGPROBS,)
 
     def forward(self, case: Case) -> Function:
         """Chunks under `torch.utils.checkpoint`."""
@@ -173,12 +171,12 @@ class LigerHead(ForGpus):
     """Liger-Kernel's fused linear cross-entropy; its losses and entropies of tokens."""
 
     name, module, distribution = Liger.name, "liger_kernel.ops", Liger.distribution
-    operations = LOSS, TOKENS
+    operations = LOSS, LOGPROBS
 
     def forward(self, case: Case) -> Function:
         """The autograd functions, without the results beside the loss."""
         ops = importlib.import_module(self.module)
-        if case.operation == TOKENS:
+        if case.operation == LOGPROBS:
             scaled = ops.LigerFusedLinearScaledCrossEntropyFunction.apply
 
             def tokens(x: Any, weight: Any, target: Any) -> Any:
@@ -273,11 +271,8 @@ class OursInJaxHead(JaxHead):
         return public_head(case, jax, {})
 
 
-HEAD_PEERS: dict[str, type[Peer]] = {
-    peer.name: peer
-    for peer in (
-        Stored, Small, Bounded, Columns, TorchHead, CompiledHead, TorchLinear, Checkpointed, LigerHead, QuackHead, Cut,
-        CutExact, OursInJaxHead, JaxHead,
-    )
-}  # fmt: skip
+HEAD_PEERS: dict[str, type[Peer]] = by_name(
+    Stored, Small, Bounded, Columns, TorchHead, CompiledHead, TorchLinear, Checkpointed, LigerHead, QuackHead, Cut,
+    CutExact, OursInJaxHead, JaxHead,
+)  # fmt: skip
 """The ways beside ours with its usual memory, by their names on the command line."""

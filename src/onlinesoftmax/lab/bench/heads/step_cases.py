@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...names import check_names
-from .cases import HeadCase
+from .cases import LOSS, HeadCase
 
-TRAINING, POLICY = "linear_cross_entropy", "linear_token_loss"
+TRAINING, POLICY = LOSS, "linear_token_loss"
 """Functions that a step ends with: the loss of pre-training and fine-tuning, and the objective of PPO and GRPO."""
 
 LENGTH = 2048

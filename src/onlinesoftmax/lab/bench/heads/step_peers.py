@@ -7,7 +7,7 @@ from typing import Any
 from ..cases import Case
 from ..formulas import Function, at_target
 from ..libraries import Trl
-from ..peers import Compiled, Peer
+from ..peers import Compiled, Peer, by_name
 from .peers import CutExact, LigerHead, QuackHead
 from .step_cases import POLICY, TRAINING
 
@@ -167,10 +167,7 @@ class TrlStep(Trl):
         return policy
 
 
-STEP_PEERS: dict[str, type[Peer]] = {
-    peer.name: peer
-    for peer in (
-        OursCompiled, OursOnLogits, TorchStep, CompiledStep, LigerStep, QuackHead, CutExact, TrlStep, TrlOnLogits,
-    )
-}  # fmt: skip
+STEP_PEERS: dict[str, type[Peer]] = by_name(
+    OursCompiled, OursOnLogits, TorchStep, CompiledStep, LigerStep, QuackHead, CutExact, TrlStep, TrlOnLogits,
+)  # fmt: skip
 """The ways other than OursStep, by their names on the command line."""

@@ -10,7 +10,7 @@ from ....explanation import explain
 from ..cases import Case
 from ..formulas import Function
 from ..libraries import Quack
-from ..peers import Compiled, ForGpus, Peer, compiled
+from ..peers import Compiled, ForGpus, Peer, by_name, compiled
 from .cases import RouteCase
 
 BALANCE, Z = 1e-2, 1e-3
@@ -244,7 +244,5 @@ class TransformerEngineGate(Gate, ForGpus):
         return numbers if case.with_gradient else numbers.gather(1, experts), experts, counts
 
 
-GATE_PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (TorchGate, CompiledGate, QuackGate, TransformerEngineGate)
-}
+GATE_PEERS: dict[str, type[Peer]] = by_name(TorchGate, CompiledGate, QuackGate, TransformerEngineGate)
 """The ways beside ours, by their names on the command line."""

@@ -12,7 +12,7 @@ from ... import jax_on_torch
 from ..cases import Case
 from ..formulas import Function
 from ..jax_peers import Arrays
-from ..peers import Compiled, ForGpus, Peer, compiled
+from ..peers import Compiled, ForGpus, Peer, by_name, compiled
 from .cases import ASKED, LOGITS, SAMPLE, TOPK, VERIFY, TokenCase
 
 
@@ -265,7 +265,5 @@ def in_jax(case: TokenCase) -> Function:
     return sample if case.operation == SAMPLE else largest
 
 
-TOKEN_PEERS: dict[str, type[Peer]] = {
-    peer.name: peer for peer in (TorchTokens, CompiledTokens, FlashInfer, FlashInferLogits, JaxTokens)
-}
+TOKEN_PEERS: dict[str, type[Peer]] = by_name(TorchTokens, CompiledTokens, FlashInfer, FlashInferLogits, JaxTokens)
 """The ways beside ours, by their names on the command line."""

@@ -12,6 +12,7 @@ from ..check import Inputs
 from ..formulas import Function
 from ..heads.cases import HeadCase
 from ..heads.peers import OursHead, public_head
+from ..peers import by_name
 from .team import Team
 
 
@@ -78,5 +79,5 @@ class WholeHead(ShardedHead):
         return found
 
 
-PEERS: dict[str, type[ShardedHead]] = {each.name: each for each in (ShardedByCollective, WholeHead)}
+PEERS: dict[str, type[ShardedHead]] = by_name(ShardedByCollective, WholeHead)
 """The peers by name on the command line."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .. import libraries
 from ..cases import Case
 from ..formulas import Function
-from ..peers import ForGpus
+from ..peers import ForGpus, by_name
 from .peers import Member
 
 
@@ -77,5 +77,5 @@ class Liger(ShardedLoss):
         return lambda x, target: apply(x[:, None], target[:, None], group, -100, 0.0, "pytorch", "global")[:, 0]
 
 
-PEERS: dict[str, type[Member]] = {peer.name: peer for peer in (Megatron, TransformerEngine, FlashAttention, Liger)}
+PEERS: dict[str, type[Member]] = by_name(Megatron, TransformerEngine, FlashAttention, Liger)
 """The libraries by name on the command line."""

@@ -20,7 +20,7 @@ from ..cases import STATISTICS, Case
 from ..check import Inputs
 from ..formulas import Function
 from ..inputs import extra_bytes
-from ..peers import Ours, Peer, public_function
+from ..peers import Ours, Peer, by_name, public_function
 from .team import Team
 
 SENT = {
@@ -316,7 +316,7 @@ class _Gathered(torch.autograd.Function):
         return dy.narrow(*ctx.columns), None, None, None
 
 
-PEERS: dict[str, type[Member]] = {
-    peer.name: peer for peer in (OursUntold, OursByCollective, OursOnDTensors, LossParallel, AllGather, OursWhole)
-}
+PEERS: dict[str, type[Member]] = by_name(
+    OursUntold, OursByCollective, OursOnDTensors, LossParallel, AllGather, OursWhole,
+)  # fmt: skip
 """The peers by name on the command line; all but `loss-parallel` and `all-gather` are our own functions."""
