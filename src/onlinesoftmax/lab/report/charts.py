@@ -115,6 +115,23 @@ def _by_library() -> Any:
     return alt.Color("who:N", scale=scale, legend=legend)
 
 
+def _by_measure(measure: str, channel: Any, title: str, **axis: Any) -> Any:
+    """A measure along an axis; `channel` is `altair.X` or `altair.Y`, and `axis` has arguments of `altair.Axis`."""
+    import altair as alt
+
+    _, scale, form = MEASURES[measure]
+    ends = alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True)
+    return channel(f"{measure}:Q", title=title, scale=ends, axis=alt.Axis(format=form, **axis))
+
+
+def _clicked() -> tuple[Any, Any]:
+    """The library that is clicked in the legend, and the opacity that leaves the others in the background."""
+    import altair as alt
+
+    clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
+    return clicked, alt.condition(clicked, alt.value(1), alt.value(0.1))
+
+
 def _finished(chart: Any, height: int) -> dict[str, Any]:
     """The specification of a chart that is as wide as its place on the page."""
     room = {"left": 0, "right": 14, "top": 4, "bottom": 6}
@@ -132,16 +149,13 @@ def measured(measure: str) -> dict[str, Any]:
     """
     import altair as alt
 
-    label, scale, form = MEASURES[measure]
+    label, scale, _ = MEASURES[measure]
     kept = f"isValid(datum.{measure})" + (f" && datum.{measure} > 0" if scale == "log" else "")
-    clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
+    clicked, opacity = _clicked()
     base = alt.Chart(alt.NamedData("points")).transform_filter(kept)
     base = base.encode(
         x=_by_length(domainMin=alt.ExprRef("begin"), domainMax=alt.ExprRef("end")),
-        y=alt.Y(f"{measure}:Q", title=label, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
-                axis=alt.Axis(format=form, tickCount=6)),
-        color=_by_library(),
-        opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
+        y=_by_measure(measure, alt.Y, label, tickCount=6), color=_by_library(), opacity=opacity,
     )  # fmt: skip
     lines = base.transform_filter("datum.joined").mark_line(strokeWidth=1.8).encode(
         strokeDash=alt.condition(f"datum.who === '{COPY}'", alt.value([5, 4]), alt.value([1, 0])), detail="who:N",
@@ -167,16 +181,13 @@ def listed(measure: str) -> dict[str, Any]:
     """
     import altair as alt
 
-    label, scale, form = MEASURES[measure]
-    title = "ratio to the yardstick's speed" if measure == "ratio" else label
-    clicked = alt.selection_point("clicked", fields=["who"], bind="legend")
+    title = "ratio to the yardstick's speed" if measure == "ratio" else MEASURES[measure][0]
+    clicked, opacity = _clicked()
     chart = alt.Chart(alt.NamedData("points")).transform_filter(f"isValid(datum.{measure})")
     chart = chart.mark_point(filled=True, size=60).encode(
-        x=alt.X(f"{measure}:Q", title=title, scale=alt.Scale(type="log") if scale == "log" else alt.Scale(zero=True),
-                axis=alt.Axis(format=form, tickCount=5, labelOverlap="greedy")),
+        x=_by_measure(measure, alt.X, title, tickCount=5, labelOverlap="greedy"),
         y=alt.Y("shape:N", sort=None, title=None, axis=alt.Axis(grid=True, labelLimit=230)),
-        color=_by_library(), tooltip=_tips("of yardstick"),
-        opacity=alt.condition(clicked, alt.value(1), alt.value(0.1)),
+        color=_by_library(), tooltip=_tips("of yardstick"), opacity=opacity,
     )  # fmt: skip
     shown = alt.param(name="shown", value=list(LIBRARIES))
     return _finished(chart.add_params(clicked, shown), 200)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ....sampling.eager import FUNCTIONS
-from ....sampling.formulas import gumbel, uniform
-from ....sampling.philox import ACCEPT, CORRECT
-from ....sampling.verification import keys_of_next, number_accepted, row_of
+from ....sampling.formulas import gumbel
 from .cases import SAMPLE, TokenCase
 
 SLACK = 1e-3
@@ -116,14 +114,16 @@ def wrong_drafts(
     """
     import torch
 
-    (rows, n), slack = drafts.shape, 0.0 if seed is not None else SLACK
-    p, q = (_probabilities(case, x, slack) for x in (target, draft))
-    accepted, tokens = found[0].unsqueeze(1), found[1].long()
+    from onlinesoftmax import verify
+
+    (rows, n), accepted, tokens = drafts.shape, found[0].unsqueeze(1), found[1].long()
     if seed is not None:
-        *exact, logprobs = _exact_drafts(p, q, target, drafts, seed)
-        if bad := int(((accepted != exact[0]) | (tokens != exact[1])).any(1).sum()):
+        # No kernel takes float64, so these are our formulas in PyTorch's operations.
+        exact = verify(target.double(), drafts, draft.double(), seed=seed, **case.arguments)
+        if bad := int(((found.accepted != exact.accepted) | (tokens != exact.tokens).any(1)).sum()):
             return f"{bad} of {rows} rows have other tokens", torch.inf
-        return _off(found.logprobs, logprobs, target)
+        return _off(found.logprobs, exact.logprobs, target)
+    p, q = (_probabilities(case, x, SLACK) for x in (target, draft))
     position, row = (torch.arange(count, device=drafts.device) for count in (n + 1, rows))
     last, at = tokens.gather(1, accepted.clamp(0, n)), accepted[:, 0].clamp(0, n)
     right = torch.cat([drafts, last], 1).where(position < accepted, last.where(position == accepted, -1))
@@ -144,24 +144,6 @@ def _probabilities(case: TokenCase, logits: Any, slack: float) -> Any:
     z = logits.double().flatten(0, 1)
     least = threshold_of(case, z.sort(dim=-1, descending=True).values, slack)
     return z.masked_fill(z < least, -torch.inf).softmax(-1).view(logits.shape)
-
-
-def _exact_drafts(p: Any, q: Any, target: Any, drafts: Any, seed: Any) -> tuple[Any, Any, Any]:
-    """(accepted, tokens, log-probabilities) by the rule of verification.py and our noise."""
-    import torch
-
-    (rows, n), tokens = drafts.shape, p.shape[-1]
-    position, row = (torch.arange(count, device=drafts.device) for count in (n + 1, rows))
-    of_p, of_q = (each[:, :n].gather(-1, drafts.unsqueeze(-1))[..., 0] for each in (p, q))
-    seed, of_drafts = seed.view(rows, 1), position[:n, None].expand(rows, n, 1)
-    chance = uniform(FUNCTIONS, seed.unsqueeze(1), of_drafts, 1, ACCEPT)[..., 0]
-    accepted = number_accepted(torch.ones_like(drafts, dtype=torch.bool), of_p, of_q, chance)
-    at = accepted[:, 0]
-    here, scores = p[row, at], target[row, at].double()
-    keys = (scores + gumbel(FUNCTIONS, seed, accepted, tokens)).masked_fill(here == 0, -torch.inf)
-    noise = gumbel(FUNCTIONS, seed, accepted, tokens, CORRECT)
-    last = keys_of_next(torch, here, q[row, at.clamp(max=n - 1)], accepted < n, noise, keys).argmax(1, keepdim=True)
-    return accepted, *row_of(torch, position, accepted, drafts, of_p, last, here.gather(1, last))
 
 
 def _off(found: Any, exact: Any, scores: Any) -> tuple[str | None, float]:

@@ -41,22 +41,16 @@ class Megatron(ShardedLoss):
         return lambda x, target: loss(x[:, None], target[:, None], tp_group=group)[:, 0]
 
 
-class TransformerEngine(ShardedLoss):
+class TransformerEngine(ShardedLoss, libraries.TransformerEngine):
     """Transformer Engine's loss, with one all-gather of states."""
-
-    name, module = libraries.TransformerEngine.name, libraries.TransformerEngine.module
-    distribution, overwrites = libraries.TransformerEngine.distribution, libraries.TransformerEngine.overwrites
 
     def forward(self, case: Case) -> Function:
         """Its public function, which has the mean too."""
         return libraries.parallel_cross_entropy(case, dist_process_group=self.team.group)
 
 
-class FlashAttention(ShardedLoss):
+class FlashAttention(ShardedLoss, libraries.FlashAttention):
     """flash-attn's loss, with an all-gather of logsumexps and an all-reduce of losses."""
-
-    name, module = libraries.FlashAttention.name, libraries.FlashAttention.module
-    distribution = libraries.FlashAttention.distribution
 
     def forward(self, case: Case) -> Function:
         """Its module with the group."""
