@@ -7,7 +7,7 @@ from typing import Any
 
 import altair as alt
 
-from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING
+from onlinesoftmax.lab.bench.heads.cases import POLICY, TRAINING
 from onlinesoftmax.lab.report.charts import GREY, HEIGHT, LIBRARY_COLORS, static, svg
 from onlinesoftmax.lab.report.panels import COPY, NAMES, joined, series
 from onlinesoftmax.lab.report.records import Record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING
+from onlinesoftmax.lab.bench.heads.cases import POLICY, TRAINING
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 
 from .markdown import ABSENT, NOTHING, size, source, table, together, without_time

@@ -11,7 +11,7 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU
 
-from onlinesoftmax.lab.bench.heads.step_cases import POLICY, TRAINING, StepCase
+from onlinesoftmax.lab.bench.heads.cases import POLICY, TRAINING, StepCase
 from onlinesoftmax.lab.bench.heads.step_peers import CLIP, OursOnLogits, OursStep, TorchStep, clipped
 from onlinesoftmax.lab.bench.heads.steps import make_batch, make_decoder
 from onlinesoftmax.lab.bench.kinds import run_kind

@@ -123,14 +123,17 @@ def _forward(case: Case, wide: bool) -> Function:
 def _gradient(case: Case, wide: bool) -> Function:
     import torch
 
-    dtype, row_operands = getattr(torch, case.dtype), case.declaration.row_operands
+    dtype = getattr(torch, case.dtype)
     # PyTorch sums in float32; where nothing is summed it computes in the dtype of the input.
     up = torch.promote_types(dtype, torch.float32) if wide or case.declaration.reduces else dtype
+    # Found before torch.compile traces the function.
     xp = namespace(torch.empty(0))
+    return lambda *tensors: evaluated(case, xp, *(t.to(up) for t in tensors)).to(dtype)
 
-    def function(*tensors: Any) -> Any:
-        values = {name: t.to(up) for name, t in zip(case.tensors, tensors, strict=True)}
-        values |= {name: values[name].unsqueeze(case.dim) for name in row_operands}
-        return evaluate(case.operation, xp, values, case.dim).to(dtype)
 
-    return function
+def evaluated(case: Case, xp: Any, *arrays: Any) -> Any:
+    """The formula of a gradient for arrays in the order of `Case.tensors`; `xp` has the functions of their library."""
+    values = dict(zip(case.tensors, arrays, strict=True))
+    size_1_at_dim = (*[slice(None)] * case.dim, None)
+    values |= {name: values[name][size_1_at_dim] for name in case.declaration.row_operands}
+    return evaluate(case.operation, xp, values, case.dim)

@@ -8,10 +8,9 @@ from typing import Any
 from ...core.arrays import namespace
 from ...core.options import Functions, scores
 from ...core.task import Choice
-from ...ops.reference import evaluate
 from .. import jax_on_torch
 from .cases import Case
-from .formulas import Function, incoming
+from .formulas import Function, evaluated, incoming
 from .peers import Ours, Peer, in_a_row
 
 
@@ -123,7 +122,7 @@ def _of_jax_nn(case: Case) -> Function:
 
     dim = case.dim
     if case.declaration.backward:
-        return partial(_its_gradient, case)
+        return lambda *arrays: evaluated(case, namespace(arrays[0]), *arrays)
 
     def of_targets(x: Any, target: Any) -> Any:
         """The losses of the rows in the dtype of the logits, as optax computes them, or logprob and entropy."""
@@ -169,14 +168,6 @@ def _gradient(case: Case, choice: Choice, *arrays: Any) -> Any:
         operands["dy"] = jnp.moveaxis(values["dy"], case.dim, -1)
     dx = custom_op.bind(Signature(case.operation, ("y",), choice=choice), operands)["y"]
     return jnp.moveaxis(dx, -1, case.dim)
-
-
-def _its_gradient(case: Case, *arrays: Any) -> Any:
-    import jax.numpy as jnp
-
-    values = dict(zip(case.tensors, arrays, strict=True))
-    values |= {name: jnp.expand_dims(values[name], case.dim) for name in case.declaration.row_operands}
-    return evaluate(case.operation, namespace(values["x"]), values, case.dim)
 
 
 def called(case: Case, function: Function) -> Function:

@@ -15,8 +15,7 @@ from ...planner.variant import ONLY
 from ..names import MOST_ELEMENTS, check_names
 from .cases import MEASURED, Case
 from .entries import Measures
-from .heads.cases import HeadCase
-from .heads.step_cases import StepCase
+from .heads.cases import HeadCase, StepCase
 from .routing.cases import RouteCase
 from .sampling.cases import DecodeCase, TokenCase
 from .timing import Against, Times

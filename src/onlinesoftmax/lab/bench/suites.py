@@ -10,8 +10,7 @@ from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
 from .entries import Entry, Suite, decoding, each, gates, heads, powers, rows, steps, tokens, with_options
-from .heads.cases import LOGPROBS, LOSS
-from .heads.step_cases import POLICY, TRAINING
+from .heads.cases import LOGPROBS, LOSS, POLICY, TRAINING
 from .result import FORMS
 from .routing.cases import GATES
 from .sampling.cases import LOGITS, SAMPLE, TOPK, VERIFY

@@ -3,6 +3,6 @@
 `cases` has their cases, `peers` the ways to compute them, `reference` the exact results of some rows; `measure` times
 them.
 
-`steps` measures whole training steps, with a decoder before the head: `step_cases` has their sizes, `step_peers` the
-ways from the last hidden states to the loss.
+`steps` measures whole training steps, with a decoder before the head: `step_peers` has the ways from the last hidden
+states to the loss.
 """

@@ -8,8 +8,8 @@ from ..cases import Case
 from ..formulas import Function, at_target
 from ..libraries import Trl
 from ..peers import Compiled, Peer, by_name
+from .cases import POLICY, TRAINING
 from .peers import CutExact, LigerHead, QuackHead
-from .step_cases import POLICY, TRAINING
 
 CLIP = 0.2
 """Distance of a ratio of probabilities from 1 at which it is clipped."""

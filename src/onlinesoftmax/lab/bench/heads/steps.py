@@ -10,7 +10,7 @@ from ..measure import Begun
 from ..peers import Peer
 from ..result import Result
 from ..timing import Call
-from .step_cases import POLICY, StepCase
+from .cases import POLICY, StepCase
 from .step_peers import losses_on_logits
 
 ATTENTION_WIDTH = 128
