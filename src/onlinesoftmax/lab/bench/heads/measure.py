@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..check import OTHERS_SLACK
 from ..inputs import lacking
 from ..measure import Begun, judged
@@ -28,8 +30,6 @@ def lacks_memory(case: HeadCase, device: Any) -> str | None:
 
 def make_head(case: HeadCase, device: Any) -> tuple[Any, ...]:
     """Input, weight and targets; and for log-probabilities the incoming gradients of both outputs."""
-    import torch
-
     tokens, hidden, classes = case.shape
     dtype, wide = getattr(torch, case.dtype), getattr(torch, case.accumulator)
     where: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(classes)}
@@ -46,8 +46,6 @@ def bare_products(x: Any, weight: Any) -> tuple[Call, Call]:
     The three are the logits, the gradient of the input and the gradient of the weight; the four make the logits twice.
     The classes are a multiple of 8, with which products are fast.
     """
-    import torch
-
     x, weight = x.detach(), weight.detach()
     weight = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % 8))
     z, dx, dw = x.new_empty(len(x), len(weight)), torch.empty_like(x), torch.empty_like(weight)
@@ -86,8 +84,6 @@ def wrong(case: HeadCase, found: tuple[float, ...], allowed: tuple[float, ...], 
     The roundings of the elements of a gradient differ, so that their norm is about a quarter of the largest one.  A
     float32 logsumexp from 8 to 16 may be off by one unit, and with it the results of its row.
     """
-    import torch
-
     outputs = ("logprob", "entropy") if case.operation == LOGPROBS else ("loss",)
     eps = torch.finfo(getattr(torch, case.dtype)).eps
     of_lse = 8 * torch.finfo(getattr(torch, case.accumulator)).eps

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from ..formulas import log_probabilities
 from .cases import HeadCase
 
@@ -32,8 +34,6 @@ class Sample(NamedTuple):
 
 def sample_of(case: HeadCase, x: Any, weight: Any, target: Any, *incoming: Any) -> Sample:
     """The exact results for these tensors; without incoming gradients, of the mean of the losses."""
-    import torch
-
     x, weight, target = (t.detach() for t in (x, weight, target))
     wide, tokens = weight.double(), torch.randperm(len(x), device=x.device)[:ROWS]
     # Classes of some targets, whose gradients are large, and any others.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+from torch import nn
+
 from ....core.task import ITEMSIZE
 from ..inputs import extra_bytes, lacking
 from ..measure import Begun
@@ -53,9 +56,6 @@ def lacks_memory(case: StepCase, device: Any) -> str | None:
 
 def make_decoder(case: StepCase, device: Any) -> Any:
     """A decoder of PyTorch's own layers; called with tokens, it returns the last hidden states."""
-    import torch
-    from torch import nn
-
     _, hidden, classes = case.shape
     heads = next(count for count in range(max(1, hidden // ATTENTION_WIDTH), 0, -1) if hidden % count == 0)
     where: dict[str, Any] = {"device": device, "dtype": getattr(torch, case.dtype)}
@@ -89,8 +89,6 @@ def make_decoder(case: StepCase, device: Any) -> Any:
 
 def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
     """Random tokens.  A policy's old log-probabilities are near those of the decoder, but for one token in eight."""
-    import torch
-
     generator = torch.Generator().manual_seed(case.rows)
     drawn = torch.randint(case.shape[2], (case.rows // case.length, case.length), generator=generator).to(device)
     target = drawn.roll(-1, 1).flatten()
@@ -109,8 +107,6 @@ def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
 
 def begin(case: StepCase, device: Any) -> Begun:
     """As `Kind.begin`."""
-    import torch
-
     # Otherwise the cases add up to the limit of recompilations, and later ones run without being compiled.
     torch._dynamo.reset()
     decoder = make_decoder(case, device)
@@ -128,8 +124,6 @@ def begin(case: StepCase, device: Any) -> Begun:
 
 def _loss(case: StepCase, peer: Peer, decoder: Any, batch: Batch) -> Call:
     """The function that returns the loss of a batch in one way."""
-    import torch
-
     loss_of = peer.forward(case)
 
     def loss() -> Any:
@@ -154,8 +148,6 @@ class Exact(NamedTuple):
 
 def _exact(decoder: Any, batch: Batch) -> Exact:
     """The exact results, from float32 logits of some tokens at a time."""
-    import torch
-
     with torch.no_grad():
         hidden, weight = decoder(batch.tokens).float(), decoder.head.float().requires_grad_()
     found = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
+
 from ..inputs import lacks_copies
 from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
@@ -28,8 +30,6 @@ lacks_memory = partial(lacks_copies, FLOAT64_COPIES)
 
 def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
     """Normal logits, and a bias where the gate has groups."""
-    import torch
-
     where: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(case.elements)}
     x = (torch.randn(case.shape, **where) * SPREAD).to(getattr(torch, case.dtype))
     bias = torch.randn(case.shape[1], **where) * 0.1 if "groups" in case.arguments else None

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from .... import load_balancing_loss, route, router_z_loss
 from ....routing.eager import choose
 from ....routing.rules import Call, checked_rule
 from .cases import RouteCase
@@ -32,8 +35,6 @@ def wrong(
         slack: Relative error that its scores and weights may have beyond float32 roundings.
         given: Incoming gradient of its weights, (tokens, k); None for that of `incoming`.
     """
-    import torch
-
     numbers, experts, counts = found[0].detach(), found[1].long(), found[2]
     rows, k = x.detach(), case.arguments["k"]
     in_order = experts.sort(1).values
@@ -53,8 +54,6 @@ def wrong(
 
 
 def _wrong_choice(case: RouteCase, x: Any, bias: Any, experts: Any, exact: bool, slack: float) -> str | None:
-    import torch
-
     given = case.arguments
     groups = given.get("groups"), given.get("group_k"), "top2_sum"
     others = given.get("score", "softmax"), given.get("order", "score_first"), groups, True, 1.0
@@ -72,10 +71,6 @@ def _wrong_choice(case: RouteCase, x: Any, bias: Any, experts: Any, exact: bool,
 
 def _in_float64(case: RouteCase, x: Any, bias: Any, experts: Any, given: Any) -> tuple[Any, Any]:
     """The weights of the experts, or the gradient; and the largest number of each token, or term of one."""
-    import torch
-
-    from onlinesoftmax import load_balancing_loss, route, router_z_loss
-
     z = x.double().requires_grad_()
     found = route(z, bias=bias, indices=experts, prob_sums=True, **case.arguments)
     weights = found.weights.detach()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.nn import functional
+
 from ....core.task import ITEMSIZE
 from ..inputs import lacking
 from ..measure import Begun
@@ -50,8 +53,6 @@ def make_decoder(case: DecodeCase, device: Any) -> Callable[[], Any]:
     It has about the products and the attention of Llama 3, without the rotation of queries and keys.  On a GPU a call
     replays a CUDA graph.  All calls return the same tensor.
     """
-    import torch
-
     generator = torch.Generator(device).manual_seed(case.layers)
     layers = [_Layer(case, generator) for _ in range(case.layers)]
     embedding, head = (_weight(case, generator, case.shape[1], case.hidden) for _ in range(2))
@@ -72,8 +73,6 @@ class _Layer:
     """Attention over the cache, and a gated product; each after a normalization."""
 
     def __init__(self, case: DecodeCase, generator: Any) -> None:
-        import torch
-
         hidden, self.size = case.hidden, min(ATTENTION_WIDTH, case.hidden)
         self.heads = hidden // self.size
         self.groups = max(1, self.heads // GROUP)
@@ -85,8 +84,6 @@ class _Layer:
         self.keys, self.values = torch.randn(cache, dtype=self.out.dtype, device=generator.device)
 
     def __call__(self, x: Any) -> Any:
-        from torch.nn import functional
-
         q, k, v = (_normalized(x) @ self.qkv.t()).split(self.widths, 1)
         for cached, new in ((self.keys, k), (self.values, v)):
             cached[:, :, -1] = new.view(-1, self.groups, self.size)
@@ -98,15 +95,11 @@ class _Layer:
 
 
 def _normalized(x: Any) -> Any:
-    from torch.nn import functional
-
     return functional.rms_norm(x, x.shape[-1:])
 
 
 def _weight(case: DecodeCase, generator: Any, rows: int, cols: int) -> Any:
     """Random numbers with which a product keeps the size of its input."""
-    import torch
-
     weight = torch.empty(rows, cols, dtype=getattr(torch, case.dtype), device=generator.device)
     return weight.normal_(0.0, cols**-0.5, generator=generator)
 
@@ -118,8 +111,6 @@ class _Replayed:
     """
 
     def __init__(self, forward: Callable[[], Any]) -> None:
-        import torch
-
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):

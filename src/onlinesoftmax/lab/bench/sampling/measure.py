@@ -6,6 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
+from .... import sample
 from ..inputs import lacks_copies
 from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
@@ -40,8 +43,6 @@ def make_logits(case: TokenCase, device: Any) -> Any:
     of a language model, none of which are recorded here: probabilities fall as a power of the rank, another power in
     each row, times the exponential of a normal number, and the tokens are in any order.
     """
-    import torch
-
     where: dict[str, Any] = {"device": device, "generator": torch.Generator(device).manual_seed(case.elements)}
     x = torch.randn(case.shape, **where)
     if case.logits == "peaked":
@@ -54,13 +55,9 @@ def make_logits(case: TokenCase, device: Any) -> Any:
 
 def make_inputs(case: TokenCase, device: Any) -> tuple[Any, tuple[Any, ...]]:
     """The logits as rows that one read reads, and the arguments of a way: the logits alone, or those of `verify`."""
-    import torch
-
     x = make_logits(case, device)
     if case.operation != VERIFY:
         return x, (x,)
-    from onlinesoftmax import sample
-
     rows, places, tokens = case.shape
     noise = torch.randn(x[:, 1:].shape, device=device, generator=torch.Generator(device).manual_seed(case.elements + 1))
     both = torch.cat([x.flatten(0, 1), (x[:, :-1] + DISTANCE * noise).to(x.dtype).flatten(0, 1)])

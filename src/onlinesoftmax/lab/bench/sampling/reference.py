@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
+from .... import verify
 from ....sampling.eager import FUNCTIONS
 from ....sampling.formulas import gumbel
 from .cases import SAMPLE, TokenCase
@@ -50,8 +53,6 @@ def wrong(case: TokenCase, x: Any, found: Any, seed: Any = None) -> tuple[str | 
         found: (tokens, …) of `sample`, (values, tokens, …) of `topk_logprobs`; log-probabilities may follow.
         seed: Seeds of the rows, for our function: the result then has to be exact.
     """
-    import torch
-
     z = x.double()
     order, by_score = z.sort(dim=-1, descending=True, stable=True)
     if case.operation == SAMPLE:
@@ -67,8 +68,6 @@ def wrong(case: TokenCase, x: Any, found: Any, seed: Any = None) -> tuple[str | 
 
 
 def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) -> tuple[str | None, float]:
-    import torch
-
     token = found[0].long()
     inside = (token >= 0) & (token < z.shape[1])
     own = z.gather(1, token.clamp(0, z.shape[1] - 1).unsqueeze(1))
@@ -112,10 +111,6 @@ def wrong_drafts(
         found: (accepted, tokens, …).
         seed: As for `wrong`.
     """
-    import torch
-
-    from onlinesoftmax import verify
-
     (rows, n), accepted, tokens = drafts.shape, found[0].unsqueeze(1), found[1].long()
     if seed is not None:
         # No kernel takes float64, so these are our formulas in PyTorch's operations.
@@ -139,8 +134,6 @@ def wrong_drafts(
 
 def _probabilities(case: TokenCase, logits: Any, slack: float) -> Any:
     """Probabilities of all tokens after the filters, float64, in the shape of the logits; `slack` of threshold_of."""
-    import torch
-
     z = logits.double().flatten(0, 1)
     least = threshold_of(case, z.sort(dim=-1, descending=True).values, slack)
     return z.masked_fill(z < least, -torch.inf).softmax(-1).view(logits.shape)
@@ -148,8 +141,6 @@ def _probabilities(case: TokenCase, logits: Any, slack: float) -> Any:
 
 def _off(found: Any, exact: Any, scores: Any) -> tuple[str | None, float]:
     """The sentence about log-probabilities that are further off than float32 explains, and their largest error."""
-    import torch
-
     same = found == exact  # both -inf
     error = float((found.double() - exact).masked_fill(same, 0.0).abs().nan_to_num(nan=torch.inf).max())
     largest = float(scores.abs().max() + exact.where(exact.isfinite(), 0.0).abs().max())
