@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.host_times import BOTH, PLAIN, RECORDING
-from onlinesoftmax.lab.bench.result import LARGE, Result
+from onlinesoftmax.lab.bench.result import BOTH, LARGE, PLAIN, RECORDING, Result
 from onlinesoftmax.lab.report.panels import NAMES
 
 from .markdown import ABSENT, microseconds, shape, source, table

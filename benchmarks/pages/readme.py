@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from onlinesoftmax.lab.bench.cases import Case
-from onlinesoftmax.lab.bench.host_times import PLAIN
-from onlinesoftmax.lab.bench.result import CANNOT, CaseResult, Result
+from onlinesoftmax.lab.bench.result import CANNOT, PLAIN, CaseResult, Result
 from onlinesoftmax.lab.report.panels import NAMES
 
 from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table

@@ -16,13 +16,14 @@ pytest.importorskip("torch", reason="the benchmark measures torch tensors")
 import torch
 from bench_cases import CPU, SMALL, Raises, Wrong, call, table
 
-from onlinesoftmax.lab.bench import cold_suite, cold_worker, host_times, tables
+from onlinesoftmax.lab.bench import cold_suite, cold_worker, tables
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.cold_suite import calls_of, run_cold
-from onlinesoftmax.lab.bench.host_times import BARE, BOTH, OUT, PLAIN, RECORDING, run_host
+from onlinesoftmax.lab.bench.host_times import run_host
 from onlinesoftmax.lab.bench.jax_peers import JaxNN, OursInJax
 from onlinesoftmax.lab.bench.measure import run
 from onlinesoftmax.lab.bench.peers import Ours, Peer, Torch
+from onlinesoftmax.lab.bench.result import BARE, BOTH, OUT, PLAIN, RECORDING
 from onlinesoftmax.lab.bench.timing import CpuClock
 
 SOFTMAX = Case("softmax", (4, 8), 1, "float32")
@@ -167,7 +168,7 @@ def test_first_calls_are_those_of_fresh_processes() -> None:
         # torch is imported anew in each process.
         assert result.calls["import torch"].median_us > 10 * result.calls["again"].median_us
         assert result.error <= 1e-6
-    lines = cold_suite.below(found.results, "cpu")
+    lines = tables.cold_lines(found.results, "cpu")
     assert "1 fresh process;" in lines[0]
 
 
@@ -190,7 +191,9 @@ def test_first_calls_in_jax(peer: type[Peer], monkeypatch: pytest.MonkeyPatch) -
         assert list(result.calls)[-6:] == ["start JAX", "first", "again", "new rows", "new length", "other length"]
         # XLA makes a program for each shape.  Each call is timed once, and this machine may be busy with other tests.
         assert result.calls["new length"].median_us > result.calls["again"].median_us
-    assert any(line.startswith("JAX makes a program for each shape") for line in cold_suite.below(found.results, "cpu"))
+    assert any(
+        line.startswith("JAX makes a program for each shape") for line in tables.cold_lines(found.results, "cpu")
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,6 +231,6 @@ def test_a_plan_that_cannot_run_is_refused_before_any_process() -> None:
 
 def test_the_lines_below_name_the_columns_that_are_there() -> None:
     (found,) = run_host([LOSS], [Torch("cpu")], CPU, 0.1, CpuClock())
-    lines = host_times.below(found.results, "cuda")
+    lines = tables.host_lines(found.results, "cuda")
     assert lines[0].startswith("Host time: until the call returns")
     assert [line.partition(":")[0] for line in lines[1:]] == [RECORDING, BOTH]

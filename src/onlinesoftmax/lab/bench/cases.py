@@ -61,6 +61,13 @@ class Returned(NamedTuple):
     dtype: str
 
 
+OTHERS_SLACK = 4
+"""Factor of the tolerance of other libraries, which may choose to be a little less exact than the framework."""
+
+Inputs = tuple[Any, ...]
+"""Torch tensors, in the order of `Case.tensors`."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One thing to measure.

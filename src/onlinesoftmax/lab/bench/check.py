@@ -10,17 +10,16 @@ from dataclasses import dataclass
 from math import frexp, inf, isfinite
 from typing import Any, NamedTuple
 
+import torch
+
 from ...core.arrays import namespace
 from ...core.formulas import picked
 from ...core.options import Functions, scores
 from ...ops.reference import size_of_terms
-from .cases import GRADIENT, INCOMING, STATISTIC_WEIGHT, STATISTICS, Case, Returned
+from .cases import GRADIENT, INCOMING, OTHERS_SLACK, STATISTIC_WEIGHT, STATISTICS, Case, Inputs, Returned
 
 PIECE = 1 << 23
 """Elements that are computed at once: 64 MB in float64."""
-
-Inputs = tuple[Any, ...]
-"""Torch tensors, in the order of `Case.tensors`."""
 
 Place = tuple[slice, ...]
 """The slices of the input that make a piece."""
@@ -69,8 +68,6 @@ def exact_gradient(case: Case, inputs: Inputs) -> Exact:
 
     The outputs of the forward call that the gradient reads are exact too; they are not rounded in between.
     """
-    import torch
-
     forward, gradient = case.without_gradient, case.gradient
     known: dict[str, Any] = dict(zip(case.tensors, inputs, strict=True))
     before = tuple(known[name] for name in forward.tensors)
@@ -144,8 +141,6 @@ def _elements(case: Case, known: Mapping[str, Any], device: Any) -> Callable[[Pl
 
     Where rows have a target, the numbers of the columns and their count are among them.
     """
-    import torch
-
     functions = Functions(torch.tanh, torch.where)
     names = (*case.declaration.element_operands, *case.option_tensors)
     tensors = {name: known[name] for name in names}
@@ -174,8 +169,6 @@ def _seen(case: Case, place: Place, device: Any) -> Any:
 
 def _index(case: Case, axis: int, place: Place, device: Any) -> Any:
     """Positions along an axis at a piece, of a shape that broadcasts to it."""
-    import torch
-
     numbers = torch.arange(case.shape[axis], device=device)[place[axis]]
     return numbers.view([-1 if i == axis else 1 for i in range(len(case.shape))])
 
@@ -186,14 +179,8 @@ def wide(t: Any) -> Any:
 
 
 def _per_row(case: Case, like: Any, value: float) -> Any:
-    import torch
-
     shape = [1 if i == case.dim else n for i, n in enumerate(case.shape)]
     return torch.full(shape, value, dtype=torch.float64, device=like.device)
-
-
-OTHERS_SLACK = 4
-"""Factor of the tolerance of other libraries, which may choose to be a little less exact than the framework."""
 
 
 @dataclass(frozen=True)
@@ -281,8 +268,6 @@ def _part(case: Case, returned: Returned, inputs: Inputs) -> Part:
 
 def _judge(part: Part, y: Any, allowed: float, ours: bool) -> tuple[float, str | None]:
     """(largest error, sentence that says what is wrong or None) of one tensor."""
-    import torch
-
     _, kind, expected, name = part.returned
     dtype = getattr(torch, name)
     accumulated = torch.promote_types(dtype, torch.float32)
@@ -309,8 +294,6 @@ def _judge(part: Part, y: Any, allowed: float, ours: bool) -> tuple[float, str |
 
 def poison(case: Case, device: Any) -> None:
     """Leave NaN in the memory that the allocator will give to the next result: an old right result must not count."""
-    import torch
-
     # All of them are held at once, so that no two share their memory.
     held = [
         torch.full(returned.shape, torch.nan, dtype=getattr(torch, returned.dtype), device=device)
@@ -321,8 +304,6 @@ def poison(case: Case, device: Any) -> None:
 
 def _ulp(value: Any, dtype: Any) -> Any:
     """One unit in the last place of `dtype` at each value."""
-    import torch
-
     info = torch.finfo(dtype)
     exponent = value.abs().clamp_(info.smallest_normal, info.max).log2_().floor_()
     # In float64 the logarithm of the largest number is rounded up, to the exponent of infinity.

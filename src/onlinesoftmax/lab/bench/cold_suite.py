@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import onlinesoftmax
 
 from ...core.cache import UnusableError, cache_folder, read_private
@@ -155,8 +157,6 @@ def _planned_calls(case: Case, plan: Plan, ours: Ours, device: Any) -> tuple[dic
 
 def _plan(case: Case, ours: Ours, device: Any) -> Plan | PlanError:
     """Our plan, from tensors without values, or the reason why there is none."""
-    import torch
-
     dtypes = [getattr(torch, case.dtype_of(name)) for name in case.tensors]
     sizes = map(case.shape_of, case.tensors)
     inputs = tuple(torch.empty(size, dtype=t, device=device) for size, t in zip(sizes, dtypes, strict=True))
@@ -212,21 +212,3 @@ def _environment(folder: Path) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
     inherited |= {name: str(path) for name, path in folders.items()}
     return {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, places))}
-
-
-_OF_JAX = "JAX makes a program for each shape, and keeps none on disk by default: only again does without that time."
-
-
-def below(results: Sequence[Result], device_kind: str) -> list[str]:
-    """The lines below the table: the meaning of each column of times."""
-    calls = [result.calls for result in results]
-    count = max((times.count for each in calls for times in each.values()), default=1)
-    waits = "" if device_kind == "cpu" else ", until the GPU is done"
-    return [
-        f"Each row: the medians of {count} fresh process{'es' if count > 1 else ''}; each step is timed from its "
-        f"beginning to its end{waits}.  The operating system's cache of files is warm.",
-        "first: the first call after the imports; it plans and compiles.  again: the same call once more.  new rows: "
-        "half as many rows.  new length: a length close by.  other length: four times the length.",
-        *([_OF_JAX] if any("start JAX" in each for each in calls) else []),
-        "caches: the folders in which libraries keep compiled kernels are empty, or filled by a process before.",
-    ]

@@ -8,22 +8,15 @@ from functools import partial
 from itertools import groupby
 from typing import Any
 
+import torch
+
 from ...explanation import Explanation
-from .cases import Case
-from .check import Inputs
+from .cases import Case, Inputs
 from .inputs import lacks_memory, make_inputs
 from .measure import check_all, clock_of
 from .peers import Ours, Peer, first_line
-from .result import CaseResult, Result
+from .result import BARE, BOTH, OUT, PLAIN, RECORDING, CaseResult, Result
 from .timing import Clock, Times
-
-PLAIN, OUT, RECORDING, BOTH, BARE = "plain", "out=", "recording", "forward+backward", "bare launch"
-"""Names of the kinds of calls.
-
-A plain call has a tensor without a gradient.  "out=" writes to a given tensor.  "recording" is the forward call on a
-tensor that requires a gradient, which autograd records; "forward+backward" is that call and the gradient of its result.
-"bare launch" is the launch of the compiled kernel alone: the least host time that our layers could reach.
-"""
 
 Call = Callable[[], Any]
 Calls = dict[str, Call]
@@ -104,8 +97,6 @@ def _prepared_by(
 
 def _add_out(calls: Calls, peer: Peer, case: Case, inputs: Inputs) -> str | None:
     """Add the call with `out=`; the reason where the library has such a call and it does not work."""
-    import torch
-
     function = peer.prepare_out(case)
     if function is None:
         return None
@@ -123,8 +114,6 @@ def _add_out(calls: Calls, peer: Peer, case: Case, inputs: Inputs) -> str | None
 
 def _add_bare_launch(calls: Calls, ours: Explanation, x: Any) -> str | None:
     """Add the launch of our kernel, of rows in a tensor of two dimensions; the reason where it cannot be launched."""
-    import torch
-
     from ...kernels import registry
     from ...kernels.request import Request
     from .tune import operand_tensors
@@ -139,19 +128,3 @@ def _add_bare_launch(calls: Calls, ours: Explanation, x: Any) -> str | None:
         return f"bare launch: {first_line(error)}"
     calls[BARE] = partial(launch, x, first, more)
     return None
-
-
-def below(results: Sequence[Result], device_kind: str) -> list[str]:
-    """The lines below the table: the meaning of each column of times."""
-    if device_kind == "cpu":
-        first = "Host time: on a CPU a call is over when it returns, so each time holds the arithmetic."
-    else:
-        first = "Host time: until the call returns; the GPU's own time is not in it."
-    there = {name for result in results for name in result.calls}
-    lines = {
-        OUT: "out=: the result goes to a tensor that is given.",
-        RECORDING: "recording: the forward call on a tensor that requires a gradient.",
-        BOTH: "forward+backward: that call and the gradient of its result.",
-        BARE: "bare launch: our compiled kernel without the layers above it.",
-    }
-    return [first, *(line for name, line in lines.items() if name in there)]

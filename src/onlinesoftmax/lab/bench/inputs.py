@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ...core.task import ITEMSIZE
-from .cases import Case
-from .check import Inputs, exact, pieces, whole
+from .cases import Case, Inputs
+from .check import exact, pieces, whole
 
 KEPT = 0.75
 """Fraction of a mask that is True."""
@@ -32,8 +34,6 @@ def make_inputs(case: Case, device: Any) -> Inputs:
 
 def rounded(case: Case, inputs: Inputs) -> Inputs:
     """The tensors of a gradient with every wider one rounded to the dtype of the case, as PyTorch keeps its results."""
-    import torch
-
     if not case.declaration.backward:
         return inputs
     dtype = getattr(torch, case.dtype)
@@ -45,7 +45,6 @@ def make_input(case: Case, device: Any) -> Any:
 
     With normal numbers alone every output would be small, and an error in the maximum would not show.
     """
-    import torch
 
     def with_outliers(count: int, **where: Any) -> Any:
         fresh = torch.randn(count, **where)
@@ -70,8 +69,6 @@ def _kept(case: Case, forward: Case, inputs: Inputs) -> dict[str, Any]:
 
 def _output(case: Case, name: str, at: Any) -> Any:
     """An output of the forward call, as the operand of this name."""
-    import torch
-
     dtype, found = getattr(torch, case.dtype_of(name)), None
     if name in case.declaration.row_operands:
         return whole(case, at).to(dtype)
@@ -85,8 +82,6 @@ def _output(case: Case, name: str, at: Any) -> Any:
 
 def _tensor(case: Case, name: str, device: Any, seed: int) -> Any:
     """A random operand or score option."""
-    import torch
-
     shape, dtype = case.shape_of(name), getattr(torch, case.dtype_of(name))
     if dtype == torch.int64:
         columns = case.shape[case.dim]
@@ -101,8 +96,6 @@ def _tensor(case: Case, name: str, device: Any, seed: int) -> Any:
 
 def _filled(shape: Any, dtype: Any, device: Any, seed: int, make: Callable[..., Any]) -> Any:
     """A tensor filled in pieces, so that the float32 scratch stays small beside a row of 2^28 elements."""
-    import torch
-
     t = torch.empty(shape, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for piece in t.view(-1).split(1 << 24):
@@ -136,8 +129,6 @@ def lacking(needed: int, device: Any) -> str | None:
 
 def _free_bytes(device: Any) -> int | None:
     if device.type == "cuda":
-        import torch
-
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + cached)
     try:
@@ -153,8 +144,6 @@ def extra_bytes(call: Callable[[], Any], device: Any) -> int | None:
 
     The number is negative where the result is in the memory of the input.
     """
-    import torch
-
     if device.type != "cuda":
         return None
     torch.cuda.synchronize(device)
@@ -168,7 +157,5 @@ def extra_bytes(call: Callable[[], Any], device: Any) -> int | None:
 
 def out_of_memory(error: BaseException) -> bool:
     """True for an error that says that memory is exhausted."""
-    import torch
-
     text = str(error).lower()
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text

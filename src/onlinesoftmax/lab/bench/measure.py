@@ -8,12 +8,14 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+
 from ...explanation import Explanation, explain
 from ...planner.plan import Plan, PlanError
 from ...torch.device import from_torch
 from . import analysis
-from .cases import STATISTICS, Case
-from .check import Inputs, Reference, Verdict, poison
+from .cases import STATISTICS, Case, Inputs
+from .check import Reference, Verdict, poison
 from .entries import Measures
 from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
@@ -89,8 +91,6 @@ def each_case(
                 raise
             yield CaseResult(case, skipped=f"out of memory: {first_line(error)}", measures=measures)
         if device.type == "cuda":
-            import torch
-
             torch.cuda.empty_cache()
 
 

@@ -10,10 +10,8 @@ from typing import Any, TypeVar
 
 from ...planner.plan import PlanError
 from . import formulas
-from .cases import Case
-from .check import Inputs
+from .cases import Case, Inputs
 from .formulas import Function, with_gradient
-from .inputs import extra_bytes, rounded
 
 P = TypeVar("P", bound="Peer")
 
@@ -53,6 +51,8 @@ class Peer:
 
     def takes(self, case: Case, inputs: Inputs) -> Inputs:
         """The tensors as the library takes them.  PyTorch, and others like it, keep results as they rounded them."""
+        from .inputs import rounded
+
         return rounded(case, inputs)
 
     def arguments(self, case: Case, inputs: Inputs) -> Inputs:
@@ -85,6 +85,8 @@ class Peer:
 
     def facts(self, case: Case, call: Callable[[], Any], device: Any) -> dict[str, Any]:
         """Fields of the result that a call without timing gives: the memory that it takes."""
+        from .inputs import extra_bytes
+
         return {"extra_bytes": extra_bytes(call, device) if self.in_torch else None}
 
     def note(self, case: Any, x: Any, *more: Any) -> str:

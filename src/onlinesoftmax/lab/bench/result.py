@@ -44,6 +44,14 @@ THREE_PRODUCTS, FOUR_PRODUCTS = "three bare products", "four bare products"
 ONE_READ = "one read"
 """Name of the yardstick of sampling and of routing: our logsumexp of the logits."""
 
+PLAIN, OUT, RECORDING, BOTH, BARE = "plain", "out=", "recording", "forward+backward", "bare launch"
+"""Names of the kinds of calls.
+
+A plain call has a tensor without a gradient.  "out=" writes to a given tensor.  "recording" is the forward call on a
+tensor that requires a gradient, which autograd records; "forward+backward" is that call and the gradient of its result.
+"bare launch" is the launch of the compiled kernel alone: the least host time that our layers could reach.
+"""
+
 
 class Form(NamedTuple):
     """The form in which a kind of measurement is recorded.

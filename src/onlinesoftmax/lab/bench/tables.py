@@ -9,10 +9,9 @@ from functools import partial
 from typing import Any
 
 from ...core.units import duration
-from . import cold_suite, host_times
 from .analysis import sentence
 from .entries import Measures
-from .result import CALLS, CPU_ADDED_US, CPU_RATIO, FORMS, LARGE, WORDS, CaseResult, Result
+from .result import BARE, BOTH, CALLS, CPU_ADDED_US, CPU_RATIO, FORMS, LARGE, OUT, RECORDING, WORDS, CaseResult, Result
 from .suites import SUITES
 
 BUSY = 0.3
@@ -198,6 +197,40 @@ def _calls(
     return replace(found.without(empty - {"who", "notes"}), numbers=names, below=below)
 
 
+def host_lines(results: Sequence[Result], device_kind: str) -> list[str]:
+    """The lines below a table of host times: the meaning of each column."""
+    if device_kind == "cpu":
+        first = "Host time: on a CPU a call is over when it returns, so each time holds the arithmetic."
+    else:
+        first = "Host time: until the call returns; the GPU's own time is not in it."
+    there = {name for result in results for name in result.calls}
+    lines = {
+        OUT: "out=: the result goes to a tensor that is given.",
+        RECORDING: "recording: the forward call on a tensor that requires a gradient.",
+        BOTH: "forward+backward: that call and the gradient of its result.",
+        BARE: "bare launch: our compiled kernel without the layers above it.",
+    }
+    return [first, *(line for name, line in lines.items() if name in there)]
+
+
+_OF_JAX = "JAX makes a program for each shape, and keeps none on disk by default: only again does without that time."
+
+
+def cold_lines(results: Sequence[Result], device_kind: str) -> list[str]:
+    """The lines below a table of first calls: the meaning of each column."""
+    calls = [result.calls for result in results]
+    count = max((times.count for each in calls for times in each.values()), default=1)
+    waits = "" if device_kind == "cpu" else ", until the GPU is done"
+    return [
+        f"Each row: the medians of {count} fresh process{'es' if count > 1 else ''}; each step is timed from its "
+        f"beginning to its end{waits}.  The operating system's cache of files is warm.",
+        "first: the first call after the imports; it plans and compiles.  again: the same call once more.  new rows: "
+        "half as many rows.  new length: a length close by.  other length: four times the length.",
+        *([_OF_JAX] if any("start JAX" in each for each in calls) else []),
+        "caches: the folders in which libraries keep compiled kernels are empty, or filled by a process before.",
+    ]
+
+
 def _sharded_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
     table, processes = _table(results, content, SHARDED_TIME, "analysis"), content["processes"]
     over = f"{processes['backend']} {processes.get('nccl', '')}".strip()
@@ -299,8 +332,8 @@ def _speed_ups(results: Sequence[CaseResult], content: Mapping[str, Any]) -> lis
 
 KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]] = {
     "device time": _device_time,
-    "host time": partial(_calls, host_times.below),
-    "first calls": partial(_calls, cold_suite.below),
+    "host time": partial(_calls, host_lines),
+    "first calls": partial(_calls, cold_lines),
     "sharded time": _sharded_time,
     "head time": partial(_beside, HEAD_TIME, "plan or reason", [
         "Time of forward and backward over that of three bare products in the same run.",

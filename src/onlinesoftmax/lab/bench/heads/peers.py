@@ -8,8 +8,7 @@ from typing import Any
 
 from ....core.units import size
 from ....explanation import explain
-from ..cases import Case
-from ..check import OTHERS_SLACK
+from ..cases import OTHERS_SLACK, Case
 from ..formulas import Function, log_probabilities
 from ..jax_peers import Programs, called
 from ..jax_peers import log_probabilities as in_jax

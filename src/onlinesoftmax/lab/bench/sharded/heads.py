@@ -7,8 +7,7 @@ from unittest.mock import patch
 
 from .... import distributed
 from ....distributed import mailboxes
-from ..cases import Case
-from ..check import Inputs
+from ..cases import Case, Inputs
 from ..formulas import Function
 from ..heads.cases import HeadCase
 from ..heads.peers import OursHead, public_head

@@ -16,8 +16,7 @@ from .... import api, distributed
 from ....core.processes import gathered
 from ....kernels.cuda.process_mailboxes import MAIL
 from .. import formulas
-from ..cases import STATISTICS, Case
-from ..check import Inputs
+from ..cases import STATISTICS, Case, Inputs
 from ..formulas import Function
 from ..inputs import extra_bytes
 from ..peers import Ours, Peer, by_name, public_function

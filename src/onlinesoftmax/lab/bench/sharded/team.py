@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ....core.processes import gathered
 from ....distributed.shards import Shards
-from ..cases import Case
-from ..check import Inputs
+from ..cases import Case, Inputs
 from ..timing import MOST_FLUSHES, TRIALS, USUAL, Call, CudaClock, Flush, Samples, elapsed_us, quiet, rounds
 
 TIMEOUT = timedelta(minutes=5)
