@@ -305,7 +305,9 @@ class ForGpus(Peer):
             return f"has no {' or '.join(case.fused)}"
         if case.dim != len(case.shape) - 1:
             return "takes only the last dimension"
-        return self.matrices_only or None if len(case.shape) != 2 else None
+        if self.matrices_only and len(case.shape) != 2:
+            return self.matrices_only
+        return None
 
     def named(self, name: str) -> Function:
         """The function of this name in its module."""

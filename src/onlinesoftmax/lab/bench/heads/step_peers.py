@@ -158,10 +158,10 @@ class TrlStep(Trl):
 
     def forward(self, case: Case) -> Function:
         """The autograd function with the arguments that TRL's trainer gives, without the further outputs."""
-        apply = self.named(self.needed).apply  # type: ignore[attr-defined]
+        function: Any = super().forward(case)
 
         def policy(hidden: Any, weight: Any, target: Any, *per_token: Any) -> Any:
-            logprob = apply(hidden, weight, None, target, 1.0, TRL_COLUMNS, None, 1.0, ())[0]
+            logprob = function.apply(hidden, weight, None, target, 1.0, TRL_COLUMNS, None, 1.0, ())[0]
             return clipped(logprob, None, None, *per_token).mean()
 
         return policy

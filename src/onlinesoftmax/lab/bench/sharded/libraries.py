@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from .. import libraries
 from ..cases import Case
 from ..formulas import Function
@@ -66,8 +68,8 @@ class Liger(ShardedLoss):
 
     def losses(self, case: Case) -> Function:
         """The autograd function that its modules call: with no label smoothing, its kind does not matter."""
-        apply: Function = self.named("LigerVocabParallelCEFunction").apply  # type: ignore[attr-defined]
-        group = self.team.group
+        function: Any = self.named("LigerVocabParallelCEFunction")
+        apply, group = function.apply, self.team.group
         return lambda x, target: apply(x[:, None], target[:, None], group, -100, 0.0, "pytorch", "global")[:, 0]
 
 
