@@ -162,12 +162,13 @@ def statistics_of(
         if len(slices) == AT_ONCE and part.stop < len(weight):
             slices, inside = [_as_read(_merged(slices, inside))], [torch.stack(inside).any(0)]
     found = finished(slices[0]) if len(slices) == 1 and sharing is None else _merged(slices, inside)
-    found = found._replace(entropy=None if found.entropy is None else found.entropy.to(wide))
+    wide_entropy = None if found.entropy is None else found.entropy.to(wide)
+    found = Statistics(found.logprob.to(wide), wide_entropy, found.lse)
     if sharing is not None:
-        found = sharing.merged(found._replace(logprob=found.logprob.to(wide)), whole_target)
+        found = sharing.merged(found, whole_target)
     # Rounding can put a logarithm above 0.  A row whose sum is 0 or infinite has no probabilities.
     logprob = found.logprob.clamp(max=0.0).masked_fill(found.lse.isinf(), torch.nan)
-    return found._replace(logprob=logprob.to(wide)), z
+    return Statistics(logprob.to(wide), found.entropy, found.lse), z
 
 
 def gradients_of(
@@ -194,7 +195,7 @@ def gradients_of(
     # The logits of a token without gradients may be NaN, and so may its input: 0 · NaN would be NaN.
     skipped = (dlogprob == 0) & (dlse == 0) & (True if dentropy is None else dentropy == 0)
     # A row whose sum is 0 or infinite has no probabilities, so its gradient is NaN in every slice.
-    known = known._replace(lse=known.lse.masked_fill(known.lse.isinf(), torch.nan))
+    known = Statistics(known.logprob, known.entropy, known.lse.masked_fill(known.lse.isinf(), torch.nan))
     chunks, in_place = chunks_of(plan, len(weight), target), logits is not None and plan.name == "stored"
     of_others, beside = dlse - dlogprob, incoming(known, dlogprob, dentropy)
 
