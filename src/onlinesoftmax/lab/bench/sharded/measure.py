@@ -41,9 +41,10 @@ def run(
             yield CaseResult(case, skipped=skipped, measures=measures, processes=team.size)
             continue
         if kind:
-            # The same seed gives every process the same tensors.
-            begun = kind.begin(case, team.device)
-            yield measure_begun(case, begun, measures, everybody, clock, repeat_ms, partial(agreed, team))
+            # The same seed gives every process the same tensors, which no name here keeps for the next case.
+            yield measure_begun(
+                case, kind.begin(case, team.device), measures, everybody, clock, repeat_ms, partial(agreed, team)
+            )
         else:
             yield measure_rows(case, everybody, team, repeat_ms, clock)
         # The next case needs the memory.
