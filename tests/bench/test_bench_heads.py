@@ -12,9 +12,8 @@ import torch
 from bench_cases import CPU
 
 from onlinesoftmax.lab.bench.heads.cases import LOGPROBS, LOSS, HeadCase
-from onlinesoftmax.lab.bench.heads.measure import make_head
+from onlinesoftmax.lab.bench.heads.measure import errors, make_head, sample_of
 from onlinesoftmax.lab.bench.heads.peers import HEAD_PEERS, OursHead, TorchHead
-from onlinesoftmax.lab.bench.heads.reference import errors, sample_of
 from onlinesoftmax.lab.bench.kinds import run_kind
 
 HEADS = [HeadCase(name, (20, 6, 30), 2, "float64", with_gradient=True) for name in (LOSS, LOGPROBS)]

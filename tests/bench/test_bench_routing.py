@@ -16,9 +16,8 @@ from bench_cases import CPU
 import onlinesoftmax as osm
 from onlinesoftmax.lab.bench.kinds import run_kind
 from onlinesoftmax.lab.bench.routing.cases import GATES, RouteCase
-from onlinesoftmax.lab.bench.routing.measure import checked, make_logits
+from onlinesoftmax.lab.bench.routing.measure import checked, make_logits, wrong
 from onlinesoftmax.lab.bench.routing.peers import OursGate, QuackGate, TorchGate, TransformerEngineGate
-from onlinesoftmax.lab.bench.routing.reference import wrong
 
 
 @pytest.mark.parametrize("gradient", [False, True])

@@ -16,9 +16,8 @@ from bench_cases import CPU
 from onlinesoftmax.lab.bench.kinds import run_kind
 from onlinesoftmax.lab.bench.sampling.cases import ASKED, SAMPLE, TOPK, VERIFY, DecodeCase, TokenCase
 from onlinesoftmax.lab.bench.sampling.decoding import make_decoder
-from onlinesoftmax.lab.bench.sampling.measure import make_inputs, make_logits
+from onlinesoftmax.lab.bench.sampling.measure import make_inputs, make_logits, threshold_of, wrong, wrong_drafts
 from onlinesoftmax.lab.bench.sampling.peers import TOKEN_PEERS, OursTokens, TorchTokens
-from onlinesoftmax.lab.bench.sampling.reference import threshold_of, wrong, wrong_drafts
 
 HERE = [peer("cpu") for name, peer in TOKEN_PEERS.items() if name != "compile" and peer("cpu").why_absent() is None]
 CASES = [

@@ -1,4 +1,7 @@
-"""The measurement of sampling: every way is checked, then timed beside one read of the logits."""
+"""The measurement of sampling: what a way may return, and one read of the logits, beside which it is timed.
+
+Thresholds and log-probabilities are those of float64, and our own token is the one that our noise prefers.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,16 @@ from typing import Any
 
 import torch
 
-from .... import sample
+from .... import sample, verify
+from ....sampling.eager import FUNCTIONS
+from ....sampling.formulas import gumbel
 from ..inputs import lacks_copies
 from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
 from ..result import Result
 from ..timing import Call
-from .cases import VERIFY, TokenCase
+from .cases import SAMPLE, VERIFY, TokenCase
 from .peers import OursTokens
-from .reference import wrong, wrong_drafts
 
 ABOVE = 20.0
 """Distance of one logit of a peaked row from the others: its token has 0.999 of the probability of 128256 tokens."""
@@ -79,3 +83,140 @@ def checked(case: TokenCase, peer: Peer, *inputs: Any) -> tuple[Result, Call]:
     seeds = peer.seeds(case) if isinstance(peer, OursTokens) else None
     judge: Callable[..., tuple[str | None, float]] = wrong_drafts if case.operation == VERIFY else wrong
     return judged(case, peer, call, *judge(case, *inputs, call(), seeds))
+
+
+SLACK = 1e-3
+"""Part of the probability by which the thresholds of other libraries may be off: they add up float32 numbers."""
+
+MASS_ERROR = 1e-6
+"""Part of the probability by which our own thresholds may be off: masses are made of numbers rounded to float32."""
+
+ROUNDINGS = 8
+"""Roundings in float32 of the largest number beside a log-probability: it and its logsumexp are a sum of some terms."""
+
+
+def threshold_of(case: TokenCase, order: Any, slack: float = 0.0) -> Any:
+    """The least score of each row, (rows, 1) float64, that the filters of a case keep.
+
+    Args:
+        case: The case, of `sample`.
+        order: Scores (rows, tokens) by falling size, float64.
+        slack: Part of the probability that may be kept beyond top_p and below min_p.
+    """
+    asked, largest = case.arguments, order[:, :1]
+    if asked.get("temperature") == 0:
+        return largest
+    least = order[:, -1:]
+    if (k := asked.get("top_k", order.shape[1])) < order.shape[1]:
+        least = order[:, k - 1 : k]
+    if (p := asked.get("top_p")) is not None:
+        shares = (order - largest).exp().where(order >= least, 0.0).cumsum(-1)
+        fewer = (shares < (p + slack) * shares[:, -1:]).sum(-1, keepdim=True)
+        least = least.maximum(order.gather(1, fewer.clamp(max=order.shape[1] - 1)))
+    if (min_p := asked.get("min_p")) is not None:
+        least = least.maximum(largest + (largest.new_tensor(min_p * (1 - slack))).log())
+    return least
+
+
+def wrong(case: TokenCase, x: Any, found: Any, seed: Any = None) -> tuple[str | None, float]:
+    """A sentence that says why a result is wrong, or None; and the largest error of a log-probability.
+
+    Args:
+        case: The case.
+        x: The logits.
+        found: (tokens, …) of `sample`, (values, tokens, …) of `topk_logprobs`; log-probabilities may follow.
+        seed: Seeds of the rows, for our function: the result then has to be exact.
+    """
+    z = x.double()
+    order, by_score = z.sort(dim=-1, descending=True, stable=True)
+    if case.operation == SAMPLE:
+        return _wrong_sample(case, z, order, found, seed)
+    values, tokens, *more = found
+    k = case.top
+    own = z.gather(1, tokens.long())
+    if not (torch.equal(values.double(), order[:, :k]) and torch.equal(own, order[:, :k])):
+        return f"the {k} largest are others", torch.inf
+    if seed is not None and not torch.equal(tokens, by_score[:, :k]):
+        return "of equal scores, a later token comes first", torch.inf
+    return _off(more[0], own - z.logsumexp(-1, keepdim=True), own) if more else (None, 0.0)
+
+
+def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) -> tuple[str | None, float]:
+    token = found[0].long()
+    inside = (token >= 0) & (token < z.shape[1])
+    own = z.gather(1, token.clamp(0, z.shape[1] - 1).unsqueeze(1))
+    least = threshold_of(case, order, MASS_ERROR if seed is not None else SLACK)
+    if bad := int((~inside | (own < least)[:, 0]).sum()):
+        return f"{bad} of {len(z)} tokens are not kept", torch.inf
+    if seed is None:
+        return None, 0.0
+    greedy = case.arguments.get("temperature") == 0
+    if not greedy:
+        # The number of kept tokens says where the threshold is.
+        fewest = (z >= threshold_of(case, order, -MASS_ERROR)).sum(1)
+        if bad := int(((found.kept < fewest) | (found.kept > (z >= least).sum(1))).sum()):
+            return f"{bad} of {len(z)} rows keep another number of tokens", torch.inf
+        least = order.gather(1, found.kept.unsqueeze(1) - 1)
+    elif bad := int((found.kept != 1).sum()):
+        return f"{bad} of {len(z)} greedy rows keep another number of tokens than 1", torch.inf
+    kept = z >= least
+    keys = (
+        z if greedy else z + gumbel(FUNCTIONS, seed[:, None], torch.zeros_like(seed)[:, None], z.shape[1])
+    ).masked_fill(~kept, -torch.inf)
+    columns = torch.arange(z.shape[1], device=z.device)
+    exact = columns.where(keys == keys.amax(1, keepdim=True), z.shape[1]).amin(1)
+    if bad := int(((token != exact) | (not greedy and found.kept != kept.sum(1))).sum()):
+        return f"{bad} of {len(z)} rows have another token, or keep some of equal scores", torch.inf
+    lse = own if greedy else z.masked_fill(~kept, -torch.inf).logsumexp(1, keepdim=True)
+    top = order[:, : case.top]
+    exact = torch.cat([own, top.masked_fill(top < least, -torch.inf)], 1) - lse
+    logprobs = [found.logprob.unsqueeze(1), *([found.top_logprobs] if case.top else [])]
+    return _off(torch.cat(logprobs, 1), exact, own)
+
+
+def wrong_drafts(
+    case: TokenCase, target: Any, drafts: Any, draft: Any, found: Any, seed: Any = None
+) -> tuple[str | None, float]:  # fmt: skip
+    """The same for a result of `verify`.
+
+    Args:
+        case: The case.
+        target, drafts, draft: The arguments of `verify`.
+        found: (accepted, tokens, …).
+        seed: As for `wrong`.
+    """
+    (rows, n), accepted, tokens = drafts.shape, found[0].unsqueeze(1), found[1].long()
+    if seed is not None:
+        # No kernel takes float64, so these are our formulas in PyTorch's operations.
+        exact = verify(target.double(), drafts, draft.double(), seed=seed, **case.arguments)
+        if bad := int(((found.accepted != exact.accepted) | (tokens != exact.tokens).any(1)).sum()):
+            return f"{bad} of {rows} rows have other tokens", torch.inf
+        return _off(found.logprobs, exact.logprobs, target)
+    p, q = (_probabilities(case, x, SLACK) for x in (target, draft))
+    position, row = (torch.arange(count, device=drafts.device) for count in (n + 1, rows))
+    last, at = tokens.gather(1, accepted.clamp(0, n)), accepted[:, 0].clamp(0, n)
+    right = torch.cat([drafts, last], 1).where(position < accepted, last.where(position == accepted, -1))
+    some = tokens.clamp(0, p.shape[-1] - 1)
+    kept = (p.gather(-1, some.unsqueeze(-1))[..., 0] > 0) & (tokens == some) | (position > accepted)
+    # A token that replaces a draft has a larger probability in the target model than in the draft model.
+    gained = p[row, at] * (1 + 2 * SLACK) > q[row, at.clamp(max=n - 1)]
+    fits = kept.all(1) & ((at == n) | gained.gather(1, some.gather(1, at.unsqueeze(1)))[:, 0])
+    if bad := int((~fits | (tokens != right).any(1)).sum()):
+        return f"{bad} of {rows} rows have tokens that no draw gives", torch.inf
+    return None, 0.0
+
+
+def _probabilities(case: TokenCase, logits: Any, slack: float) -> Any:
+    """Probabilities of all tokens after the filters, float64, in the shape of the logits; `slack` of threshold_of."""
+    z = logits.double().flatten(0, 1)
+    least = threshold_of(case, z.sort(dim=-1, descending=True).values, slack)
+    return z.masked_fill(z < least, -torch.inf).softmax(-1).view(logits.shape)
+
+
+def _off(found: Any, exact: Any, scores: Any) -> tuple[str | None, float]:
+    """The sentence about log-probabilities that are further off than float32 explains, and their largest error."""
+    same = found == exact  # both -inf
+    error = float((found.double() - exact).masked_fill(same, 0.0).abs().nan_to_num(nan=torch.inf).max())
+    largest = float(scores.abs().max() + exact.where(exact.isfinite(), 0.0).abs().max())
+    allowed = ROUNDINGS * torch.finfo(torch.float32).eps * max(largest, 1.0)
+    return (f"log-probability: error {error:.1e}, allowed {allowed:.1e}" if error > allowed else None), error
