@@ -19,6 +19,8 @@ import hard_logits
 import onlinesoftmax as osm
 import onlinesoftmax.jax as osj
 from hard_logits import COLUMNS, by_torch, hard_rows, parameters, verify_by_torch
+from onlinesoftmax.core.device import known
+from onlinesoftmax.jax.sampling import kernels
 
 assert_same = partial(hard_logits.assert_same, integers=np.int32)
 
@@ -42,6 +44,18 @@ def test_many_tokens() -> None:
     given = {"top_p": 0.97, "min_p": 1e-7, "top_logprobs": 20}
     assert_same(osj.sample(3, z, **given), by_torch(z, 3, **given))
     assert osj.sample(1, jnp.ones((2, 1)), top_k=1, top_p=0.0).token.tolist() == [0, 0]
+
+
+def test_a_number_as_top_k_has_the_kernel_that_it_has_in_pytorch() -> None:
+    x = jnp.zeros((3, 40))
+    for k, kept in ((7, 7), (40, None), (jnp.array([7, 8, 9]), None)):
+        program = jax.make_jaxpr(partial(osj.sample, 0, top_k=k))(x)
+        assert [e.params["call"].kept for e in program.eqns if "call" in e.params] == [kept]
+    device = known("h100")
+    for kept, threads in ((None, 512), (50, 256), (500, 512)):
+        operands = {"x": jax.ShapeDtypeStruct((1024, 128256), "float32"), "top_k": jax.ShapeDtypeStruct((), "int32")}
+        plan, _ = kernels.sample(False, False, 0, 0, kept, device, operands)
+        assert plan == f"sample.cuh, 1 x {threads} threads for a row"
 
 
 def test_score_options_and_axes() -> None:

@@ -182,8 +182,7 @@ def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options:
     parameters = checked_parameters(SAMPLE, tokens, of_rows, 1.0, (k, p, least), "keep")
     filtering = tuple(name for name in FILTERS if getattr(parameters, name) is not None)
     top = arguments.checked_count(SAMPLE, "top_logprobs", asked["top_logprobs"], tokens)
-    # The kernels of a JAX program are planned without `listed` (jax/sampling/kernels.py): a number becomes an array.
-    return Asked(math.prod(rows), tokens, like.dtype, "jax", True, filtering, top, None, given[0])
+    return Asked(math.prod(rows), tokens, like.dtype, "jax", True, filtering, top, parameters.listed(top), given[0])
 
 
 def explain_sample(problem: Asked, device: Device, named: bool) -> SampleExplanation:

@@ -166,8 +166,7 @@ def verify_in_jax(x: Any, dtype: Any, asked: dict[str, Any]) -> Drafts:
     of_rows = partial(arguments.checked_of_rows, VERIFY, tuple(rows))
     k, p, least = (asked[name] for name in FILTERS)
     given = checked_parameters(VERIFY, tokens, of_rows, 1.0, (k, p, least), "keep")
-    # The kernels of a JAX program are planned without `listed` (jax/sampling/kernels.py): a number becomes an array.
-    return _drafts((tuple(rows), places - 1, tokens), like.dtype, "jax", True, given._replace(most=None), asked)
+    return _drafts((tuple(rows), places - 1, tokens), like.dtype, "jax", True, given, asked)
 
 
 def _drafts(

@@ -20,7 +20,9 @@ from ..kernel_or_formula import Planned
 from ..signature import Values
 
 
-def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands: Values) -> Planned:
+def sample(
+    first: bool, raw: bool, top: int, most: int, kept: int | None, device: Device, operands: Values
+) -> Planned:  # fmt: skip
     """The kernel of a call of `sample` and a function that runs it, or why no kernel takes the operands.
 
     Args:
@@ -28,6 +30,7 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
         raw: True for log-probabilities of the scores as they are.
         top: Number of the largest log-probabilities to return.
         most: Most tokens of a row in the support; 0 for no support.
+        kept: The number of tokens that top_k keeps of each row; None where it differs, or keeps all.
         device: The GPU.
         operands: Arrays by name.
     """
@@ -42,7 +45,7 @@ def sample(first: bool, raw: bool, top: int, most: int, device: Device, operands
         numbers, file = (*_sizes(cols, of_all.cluster), 0, 0, 0), "unfiltered.cuh"
         launch = unfiltered.KERNEL.launch(of_all, numbers, rows, of_all.dynamic_bytes)
     else:
-        found = source.shape_of(rows, cols, dtype, aligned, device)
+        found = source.shape_of(rows, cols, dtype, aligned, device, None if kept is None else max(kept, listed))
         if listed > source.MOST_TOP:
             return lists_at_most(source.MOST_TOP)
         if found is None:
@@ -94,7 +97,7 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
     return _plan("topk.cuh", launch), run
 
 
-def verify(first: bool, device: Device, operands: Values) -> Planned:
+def verify(first: bool, kept: int | None, device: Device, operands: Values) -> Planned:
     """The kernels of a call of `verify` and a function that runs them, or why no kernels take it.
 
     Like verify_launch.py, the function lets sample.cuh read the positions of each model before verify.cuh decides.
@@ -104,7 +107,7 @@ def verify(first: bool, device: Device, operands: Values) -> Planned:
     models = [operands[name] for name in ("x", "draft") if name in operands]
     common = jnp.result_type(*models)
     models = [x.astype(common) for x in models]
-    shapes = verification.shapes_of(rows, n, cols, (*_layout(models[0]), len(models) == 2), device)
+    shapes = verification.shapes_of(rows, n, cols, (*_layout(models[0]), len(models) == 2), device, kept)
     if isinstance(shapes, str):
         return shapes
     launches = []
