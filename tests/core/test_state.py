@@ -78,15 +78,17 @@ def numpy_algebra() -> Algebra:
 
 
 def torch_algebra() -> Algebra:
+    """NumPy's examples test State; those of torch and JAX test the functions of their arrays."""
     torch = pytest.importorskip("torch", reason="torch is not installed")
-    return Arrays("torch", lambda v, dtype: torch.from_numpy(v).to(getattr(torch, dtype)), lambda x: x.double().numpy())
+    array = lambda v, dtype: torch.from_numpy(v).to(getattr(torch, dtype))  # noqa: E731  one use
+    return Arrays("torch", array, lambda x: x.double().numpy(), examples=15)
 
 
 def jax_algebra() -> Algebra:
     jnp = pytest.importorskip("jax.numpy", reason="jax is not installed")
     # Every new length is a handful of compilations, so there are fewer examples, and NumPy converts.
     array = lambda v, dtype: jnp.asarray(v.astype(jnp.dtype(dtype)))  # noqa: E731  one use
-    return Arrays("jax", array, lambda x: np.asarray(x).astype(np.float64), examples=8)
+    return Arrays("jax", array, lambda x: np.asarray(x).astype(np.float64), examples=4)
 
 
 def triton_algebra() -> Algebra:

@@ -192,7 +192,7 @@ def test_output_dtype_is_rounded_once(tmp_path: Path, output: str) -> None:
     assert (np.abs(y.astype(np.longdouble) - exact) <= exact * float(info.eps) + float(info.smallest_subnormal)).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     shape=st.lists(st.integers(0, 6), max_size=4).map(tuple),
     data=st.data(),

@@ -26,7 +26,7 @@ class PallasAlgebra:
     States have every sum that an operation can ask for: l, zl for the entropy, and wz, a plain sum, for smoothing.
     """
 
-    name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 12
+    name, dtypes, examples = "pallas", ("float16", "bfloat16", "float32"), 6
     accumulators: Sequence[str] = ("weighted", "plain")
     # The score of the target, from which wz counts the scores, is 0.
     op = formulas.Op("cross_entropy", ("loss", "entropy"), numbers=(("smoothing", 0.5), ("z_loss", 0.0)))

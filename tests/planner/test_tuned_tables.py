@@ -222,7 +222,7 @@ VALUES = st.one_of(
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_document_that_passes_stops_the_planner(data: st.DataObject) -> None:
     """A value anywhere in the document is another, and the checksum is right."""
     found = document()

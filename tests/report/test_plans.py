@@ -68,7 +68,7 @@ def explained(combination: Combination, cols: int) -> Any:
     )  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(choice=st.data())
 def test_answers_are_what_explain_says(data: Any, choice: st.DataObject) -> None:
     combination, kind, family = choice.draw(st.sampled_from(families(data)))
