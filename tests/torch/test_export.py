@@ -22,6 +22,7 @@ import onlinesoftmax as osm
 from contract import DEVICE
 from onlinesoftmax.core.options import bits
 from onlinesoftmax.ops import OPERATIONS
+from pairs import rest_exhaustive
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
@@ -150,8 +151,10 @@ assert "triton" not in sys.modules
 @pytest.mark.early
 def test_a_saved_program_runs_on_a_cpu_in_a_new_process(tmp_path: Path) -> None:
     """The operators are registered when a program names one; in the other order of the imports, when they are named."""
-    for i, (name, (ours, _)) in enumerate(PROGRAMS.items()):
-        program = exported(ours, strict=i == 3)
+    # The losses of rows have the operator of their mean.
+    saved = [name for name in PROGRAMS if name != "cross_entropy of rows"]
+    for name in saved:
+        program = exported(PROGRAMS[name][0], strict=name == "cross_entropy")
         program = move_to_device_pass(program, "cpu")
         torch.export.save(program, tmp_path / f"{name}.pt2")
     program = torch.export.export(NamedTuples(), (torch.randn(6, CLASSES), torch.arange(6)))
@@ -160,7 +163,7 @@ def test_a_saved_program_runs_on_a_cpu_in_a_new_process(tmp_path: Path) -> None:
     paths = os.pathsep.join((str(source), str(Path(__file__).parents[1])))
     environment = {**os.environ, "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("TRITON_INTERPRET", None)
-    load = [_LOAD, str(Path(__file__).parent), str(tmp_path), *PROGRAMS]
+    load = [_LOAD, str(Path(__file__).parent), str(tmp_path), *saved]
     for code in (load, [_NAME]):
         done = subprocess.run(
             [sys.executable, "-W", "ignore", "-c", *code], env=environment, capture_output=True, text=True, check=False
@@ -206,8 +209,12 @@ def _arguments(operation: str, backend: str | None) -> tuple[Any, ...]:
     return (*tensors, *_settings(operation, backend), *more)
 
 
-@pytest.mark.parametrize("backend", [None, "triton", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("operation", OPERATIONS)
+IN_TURN = [(name, (None, "triton")[(i + j) % 2]) for i in range(2) for j, name in enumerate(OPERATIONS)]
+"""Every operator with one of two backends in turn, then with the other."""
+OF_CUDA = [pytest.param(name, "cuda", marks=pytest.mark.gpu) for name in OPERATIONS]
+
+
+@pytest.mark.parametrize(("operation", "backend"), [*rest_exhaustive(IN_TURN), *OF_CUDA])
 def test_opcheck_of_every_operator(operation: str, backend: str | None) -> None:
     """Schema, fake implementation, derivatives, and traces with shapes that are symbols."""
     arguments = _arguments(operation, backend)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from ways import HOW
 import onlinesoftmax as osm
 from contract import DEVICE, OPERATIONS, outliers
 from onlinesoftmax.torch import fast_path, run
+from pairs import rest_exhaustive
 
 pytestmark = pytest.mark.usefixtures("cacheable")
 
@@ -174,8 +176,12 @@ def test_a_lazy_negation_is_left_to_pytorch_or_refused() -> None:
             osm.softmax(x, backend="triton")
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("options", [{"scale": 0.5}, {"softcap": 3.0}, {"scale": -2.0, "softcap": 9.0, "causal": True}])
+SCORE_OPTIONS: list[dict[str, Any]] = [
+    {"scale": 0.5}, {"softcap": 3.0}, {"scale": -2.0, "softcap": 9.0, "causal": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operation", "options"), rest_exhaustive(itertools.product(OPERATIONS, SCORE_OPTIONS)))
 def test_score_options_that_are_numbers_are_part_of_the_key(
     operation: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, prepared: Any
 ) -> None:

@@ -110,7 +110,7 @@ def test_batch_invariance_and_statistics_of_transposed_logits() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("reduction", ["mean", pytest.param("none", marks=pytest.mark.exhaustive)])
 def test_a_compiled_loss_of_transposed_logits(reduction: str) -> None:
     logits, target = torch.randn(2, 5, 33, device=DEVICE), torch.randint(33, (2, 5), device=DEVICE)
 

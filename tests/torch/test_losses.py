@@ -15,7 +15,7 @@ from contract import DEVICE, DTYPES, GPU
 from onlinesoftmax.kernels import registry
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16], ids=str)
 def test_pytorchs_own_samples(dtype: torch.dtype) -> None:
     """The inputs with which PyTorch tests its function; a gradient is that of the same numbers in float32."""
     pytest.importorskip("expecttest", reason="PyTorch's samples need expecttest, which is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from onlinesoftmax.core.task import Choice
 from onlinesoftmax.ops import OPERATIONS
 from onlinesoftmax.torch import custom_op
 from onlinesoftmax.torch.recording import with_tensors
+from pairs import rest_exhaustive
 
 BACKENDS = (None, "triton", "cuda") if GPU else (None, "triton")
 
@@ -142,10 +144,15 @@ def assert_changes_are_noticed(call: Callable[[Tensors], torch.Tensor]) -> None:
         torch.testing.assert_close(found, want, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.usefixtures("way")
-def test_a_change_of_an_operand_is_noticed(name: str, backend: str | None) -> None:
+WAYS = "cacheable", "general"
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "way"),
+    rest_exhaustive(itertools.product(FUNCTIONS, BACKENDS, WAYS), lambda cell: itertools.combinations(cell, 2)),
+    indirect=["way"],
+)
+def test_a_change_of_an_operand_is_noticed(name: str, backend: str | None, way: str) -> None:
     assert_changes_are_noticed(lambda t: FUNCTIONS[name](t, backend))
 
 
@@ -179,9 +186,12 @@ def test_the_example_of_a_temperature_that_changes() -> None:
         torch.autograd.grad(y.sum(), x)
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.usefixtures("way")
-def test_saved_tensors_travel_through_hooks(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"),
+    rest_exhaustive([(name, WAYS[(i + j) % 2]) for i in range(2) for j, name in enumerate(FUNCTIONS)]),
+    indirect=["way"],
+)
+def test_saved_tensors_travel_through_hooks(name: str, way: str) -> None:
     def gradient() -> torch.Tensor:
         t = tensors()
         t["x"].requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 import onlinesoftmax as osm
 from contract import DEVICE, OPERATIONS, outliers
+from pairs import rest_exhaustive
 
 ELEMENTWISE = ("softmax", "log_softmax")
 
@@ -86,7 +88,9 @@ def test_options(path: dict[str, str]) -> None:
             torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize("operation", ELEMENTWISE)
+@pytest.mark.parametrize(
+    ("operation", "path"), rest_exhaustive(itertools.product(ELEMENTWISE, ({}, {"backend": "triton"}))), ids=str
+)
 def test_compiled_and_mapped(operation: str, path: dict[str, str]) -> None:
     torch._dynamo.reset()
     x, scale = made(3, 4, 5, 6), torch.linspace(0.5, 2, 3, device=DEVICE).view(3, 1, 1, 1)

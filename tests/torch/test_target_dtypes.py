@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import onlinesoftmax as osm
 from contract import DEVICE
 from loss_formula import expected_loss
 from onlinesoftmax import distributed
+from pairs import rest_exhaustive
 
 DTYPES = {
     torch.uint8: 300, torch.int8: 200, torch.int16: 33000, torch.int32: 300, torch.int64: 300,
@@ -22,8 +24,15 @@ DTYPES = {
 }  # fmt: skip
 """Each dtype with a number of classes."""
 
-ON_EACH_PATH = pytest.mark.parametrize("how", [HOW, {"backend": "eager"}], ids=["kernels", "eager"])
+PATHS: dict[str, dict[str, Any]] = {"kernels": HOW, "eager": {"backend": "eager"}}
 OF_EACH_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+
+
+def in_turn(name: str, values: Any) -> Any:
+    """Every dtype with one of two values in turn, and with the other where all combinations run."""
+    cells = [(dtype, value, (i + j) % 2) for i, dtype in enumerate(DTYPES) for j, value in enumerate(values)]
+    cells = [pytest.param(*cell, marks=pytest.mark.exhaustive if late else ()) for *cell, late in cells]
+    return pytest.mark.parametrize(("dtype", name), cells, ids=str)
 
 
 def logits(classes: int, rows: int = 4) -> torch.Tensor:
@@ -45,10 +54,13 @@ def derivatives(y: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), stored, dx.detach(), second]
 
 
-@ON_EACH_PATH
-@OF_EACH_DTYPE
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_losses(dtype: torch.dtype, reduction: str, how: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "reduction", "path"),
+    rest_exhaustive(itertools.product(DTYPES, ("none", "mean"), PATHS), lambda cell: itertools.combinations(cell, 2)),
+    ids=str,
+)
+def test_losses(dtype: torch.dtype, reduction: str, path: str) -> None:
+    how = PATHS[path]
     x, target = logits(DTYPES[dtype]), targets(dtype)
     weight = torch.linspace(0.5, 2, DTYPES[dtype], dtype=torch.float64, device=DEVICE)
     for options in ({}, {"weight": weight, "label_smoothing": 0.1}):
@@ -59,9 +71,9 @@ def test_losses(dtype: torch.dtype, reduction: str, how: dict[str, Any]) -> None
     torch.testing.assert_close(found, osm.cross_entropy(x, target, weight, reduction=reduction, z_loss=0.01, **how))
 
 
-@ON_EACH_PATH
-@OF_EACH_DTYPE
-def test_log_probabilities(dtype: torch.dtype, how: dict[str, Any]) -> None:
+@in_turn("path", PATHS)
+def test_log_probabilities(dtype: torch.dtype, path: str) -> None:
+    how = PATHS[path]
     x, target = logits(DTYPES[dtype]), targets(dtype)
     found = osm.token_logprobs(x, target.to(dtype), check=True, **how)
     want = x.log_softmax(1).gather(1, target[:, None])[:, 0]
@@ -71,10 +83,10 @@ def test_log_probabilities(dtype: torch.dtype, how: dict[str, Any]) -> None:
     torch.testing.assert_close(derivatives(several, x), derivatives(want, x))
 
 
-@ON_EACH_PATH
-@OF_EACH_DTYPE
-def test_an_ignored_target(dtype: torch.dtype, how: dict[str, Any]) -> None:
+@in_turn("path", PATHS)
+def test_an_ignored_target(dtype: torch.dtype, path: str) -> None:
     """An ignore_index outside of the range of the dtype ignores nothing."""
+    how = PATHS[path]
     x, target, limits = logits(min(DTYPES[dtype], 300)), targets(dtype, 300), torch.iinfo(dtype)
     for index in (-100, 44, min(limits.max, 2**50), int(target[0]) + 256):
         y = osm.cross_entropy(x, target.to(dtype), ignore_index=index, reduction="sum", **how)
@@ -109,8 +121,7 @@ def test_the_largest_numbers_are_no_ignored_targets() -> None:
     assert osm.cross_entropy(x, target, reduction="sum", **HOW).isnan()
 
 
-@pytest.mark.parametrize("backend", ["eager", "triton"])
-@OF_EACH_DTYPE
+@in_turn("backend", ("eager", "triton"))
 def test_sharded_rows(dtype: torch.dtype, backend: str) -> None:
     classes = DTYPES[dtype]
     x, target = logits(classes), targets(dtype)

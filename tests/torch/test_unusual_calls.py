@@ -18,6 +18,7 @@ import onlinesoftmax as osm
 from contract import DEVICE
 from onlinesoftmax.sampling import TopLogprobs
 from onlinesoftmax.sampling.topk import CHUNK
+from pairs import rest_exhaustive
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "softmax": (lambda x, t, **how: osm.softmax(x, 1, **how), lambda x, t: x.softmax(1)),
@@ -218,8 +219,9 @@ def test_a_trace_of_torchscript_lists_tokens() -> None:
     torch.testing.assert_close(traced(x), osm.topk_logprobs(x, 2).logprobs)
 
 
-@pytest.mark.parametrize("warm", [False, True], ids=["first", "prepared"])
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("name", "warm"), rest_exhaustive([(name, (i + j) % 2 == 0) for i in range(2) for j, name in enumerate(CALLS)])
+)
 def test_tracers_see_the_calls_on_tensors_that_they_find_outside(name: str, warm: bool) -> None:
     """Such a tensor is of the plain type, and a launch would write to a tensor without memory."""
     ours, _ = CALLS[name]
