@@ -165,7 +165,10 @@ def test_a_pipelined_kernel_keeps_its_rows_on_chip(
     assert used["shared_memory"] % CACHE_LINE == 0
 
 
-@pytest.mark.parametrize(("operation", "dtype"), [("softmax", torch.bfloat16), ("softmax_backward", torch.float32)])
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [("softmax", torch.bfloat16), pytest.param("softmax_backward", torch.float32, marks=pytest.mark.exhaustive)],
+)
 def test_the_ring_of_a_streaming_kernel_begins_on_a_cache_line(
     ask: Ask, operation: str, dtype: torch.dtype, log_of: Any
 ) -> None:

@@ -155,8 +155,13 @@ SPECIAL = {
 """Name: the first four logits of a row, and the target.  The others are -3."""
 
 
-@pytest.mark.parametrize("given", [("ignore_index",), ("ignore_index", "smoothing", "z_loss")], ids=str)
-@pytest.mark.parametrize(("strategy", "terms"), [("row", True), ("row", False), ("cluster", True)])
+@pytest.mark.parametrize(
+    ("strategy", "terms", "given"),
+    rest_exhaustive(
+        (*one, given) for given in (("ignore_index", "smoothing", "z_loss"), ("ignore_index",))
+        for one in (("row", True), ("row", False), ("cluster", True))
+    ), ids=str,
+)  # fmt: skip
 def test_special_values(strategy: str, terms: bool, given: tuple[str, ...], folder: Path) -> None:
     cols = 65
     x = np.full((len(SPECIAL), cols), -3.0)
@@ -200,7 +205,9 @@ def test_the_largest_column(strategy: str, dtype: str, options: tuple[str, ...],
     np.testing.assert_array_equal(found["largest"][:, 0], key.argmax(1))
 
 
-@pytest.mark.parametrize(("kernel", "options"), [("stream", ("softcap",)), ("grid", ())])
+@pytest.mark.parametrize(
+    ("kernel", "options"), [pytest.param("stream", ("softcap",), marks=pytest.mark.exhaustive), ("grid", ())]
+)
 def test_the_largest_states_fit_beside_the_tiles(kernel: str, options: tuple[str, ...], log_of: Any) -> None:
     """Shared memory holds the tiles of a plan, and states with every accumulator."""
     pytest.importorskip("cuda.core", reason="cuda.core is not installed")

@@ -42,17 +42,19 @@ DTYPES = ("bfloat16", "float16", "float32")
 ON_GPU = jax.default_backend() == "gpu"
 
 
-def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
+def covering(first: Sequence[Any], second: Sequence[Any], *others: Sequence[Any], met_in: Any = enumerate) -> list[Any]:
     """Every pair of values of the first two parameters, the others taking turns; all combinations on a GPU.
 
-    With three values each, any two of four parameters meet in every pair of values.  Few cells have every value.
+    With three values each, any two of four parameters meet in every pair of values.  Few cells have every value, or
+    what `met_in` finds in a cell.
     """
     if ON_GPU:
         return list(itertools.product(first, second, *others))
-    return rest_exhaustive(
+    cells = (
         (a, b, *(values[(i + k * j) % len(values)] for k, values in enumerate(others, 1)))
         for (i, a), (j, b) in itertools.product(enumerate(first), enumerate(second))
     )
+    return rest_exhaustive(cells, met_in)
 
 
 def outliers(rows: int, cols: int, dtype: str) -> Any:
@@ -185,8 +187,7 @@ def test_masks_and_biases_are_read_where_they_lie(strategy: str, place: tuple[st
         np.testing.assert_allclose(ours, theirs, rtol=1e-4 if ours.ndim == 0 else 1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", FORWARD)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("strategy", "name"), covering(STRATEGIES, FORWARD))
 def test_special_values_of_an_unaligned_row_stay_there(strategy: str, name: str) -> None:
     """The first and the last elements of a row lie in 16 bytes that hold a neighbour's elements too."""
     x = np.random.default_rng(4).normal(size=(19, 519)).astype(np.float32)

@@ -129,7 +129,9 @@ def test_operations_with_a_target_lower_for_cuda(strategy: str, function: Any, d
 
 @pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
-@pytest.mark.parametrize(("function", "cols", "dtype"), covering((loss, results), (8192, 50257), DTYPES))
+@pytest.mark.parametrize(
+    ("function", "cols", "dtype"), covering((loss, results), (8192, 50257), DTYPES, met_in=lambda cell: cell[:2])
+)
 def test_clusters_of_operations_with_a_target_lower_for_cuda(function: Any, cols: int, dtype: str) -> None:
     x, target = shapes(64, cols, dtype=dtype), shapes(64, dtype="int32")
     program = lowered(jax.grad(partial(function, backend="pallas", strategy="cluster")), x, target)
@@ -152,7 +154,7 @@ def test_a_scalar_loss_and_its_gradient_are_one_call_of_a_kernel(strategy: str, 
 
 @pytest.mark.skipif(find_spec("absl") is None, reason="JAX's Mosaic needs absl-py")
 @pytest.mark.skipif(NEEDS_A_GPU, reason="JAX 0.11 asks for a device to lower for")
-@pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (50257,), DTYPES))
+@pytest.mark.parametrize(("name", "cols", "dtype"), covering(FORWARD, (50257,), DTYPES, met_in=lambda cell: cell[1:2]))
 def test_several_outputs_lower_for_cuda(name: str, cols: int, dtype: str) -> None:
     x = shapes(64, cols, dtype=dtype)
     call = Signature(name, OUTPUTS[name], choice=Choice("pallas", "cluster"))

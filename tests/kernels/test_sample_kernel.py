@@ -166,7 +166,7 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "cluster", "by_mass"), [("sm_80", 1, True), ("sm_90", 16, True), ("sm_90", 16, False), ("sm_100", 8, True)]
+    ("arch", "cluster", "by_mass"), [("sm_80", 1, True), ("sm_90", 16, True), ("sm_100", 8, False)]
 )
 def test_the_kernel_compiles(arch: str, cluster: int, by_mass: bool, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
@@ -174,14 +174,14 @@ def test_the_kernel_compiles(arch: str, cluster: int, by_mass: bool, log_of: Any
     assert not compile.usage(log)["spills"]
 
 
-def test_the_loop_of_many_rows_keeps_its_numbers_in_registers(log_of: Any) -> None:
+@pytest.mark.parametrize(
+    "shape", [(512, 2, True, 0), pytest.param((256, 4, True, 0, source.SHORT), marks=pytest.mark.exhaustive)]
+)
+def test_the_loop_of_many_rows_keeps_its_numbers_in_registers(shape: tuple[Any, ...], log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    for shape in (
-        source.Shape("float32", 1, 512, 2, True, 0), source.Shape("float32", 1, 256, 4, True, 0, source.SHORT),
-    ):  # fmt: skip
-        log = log_of(source.KERNEL.source(shape), "sm_90")
-        loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
-        assert loops == ["0"] * 3
+    log = log_of(source.KERNEL.source(source.Shape("float32", 1, *shape)), "sm_90")
+    loops = re.findall(r"Function properties for \S*read_slice\S*\n.*?(\d+) bytes spill stores", log)
+    assert loops == ["0"] * 3
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,10 @@ def test_lists_that_overflow(dtype: torch.dtype, folder: Path) -> None:
     check(x, 1024, 4, folder, torch.arange(4) * 4000)
 
 
-@pytest.mark.parametrize(("arch", "cluster"), [("sm_80", 1), ("sm_90", 1), ("sm_90", 8), ("sm_100", 1)])
+@pytest.mark.parametrize(
+    ("arch", "cluster"),
+    [("sm_80", 1), pytest.param("sm_90", 1, marks=pytest.mark.exhaustive), ("sm_90", 8), ("sm_100", 1)],
+)
 def test_the_kernel_compiles(arch: str, cluster: int, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     shape = topk.Shape("bfloat16", cluster, 512, True, False, topk.FEW)

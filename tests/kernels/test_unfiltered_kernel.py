@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,9 @@ def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, raw: bool, fo
     check(x, cluster, folder, raw, torch.tensor([1.0, 0.5, 0.0, 2.0, 0.01, 1.0]))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("dtype", "first"), rest_exhaustive(itertools.product((torch.bfloat16, torch.float16), (0, 1))), ids=str
+)
 def test_16_bit_logits_and_rows_that_are_not_aligned(dtype: torch.dtype, first: int, folder: Path) -> None:
     x = (torch.randn(3, 2777 + first, generator=torch.Generator().manual_seed(1)) * 2).to(dtype)
     check(x[:, first:], 2, folder)

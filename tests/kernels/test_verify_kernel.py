@@ -121,7 +121,7 @@ def test_tokens_are_those_of_the_formulas(cols: int, cluster: int, filters: dict
     check(target[:, :1].contiguous(), drafts[:, :0], None, cluster, folder, **given)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)])
 def test_16_bit_logits_and_rows_that_are_not_aligned(dtype: torch.dtype, folder: Path) -> None:
     for cols in (777, 1024):
         target = (torch.randn(4, 3, cols, generator=torch.Generator().manual_seed(1)) * 2).to(dtype)
