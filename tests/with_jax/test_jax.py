@@ -84,7 +84,7 @@ def test_derivatives_and_batches_are_those_of_jax(name: str, axis: Any, where: s
     assert_all_close(both(*results, x, t, jnp.stack([x, t, x + t], 2)))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_exhaustive(((name,) for name in NAMES), lambda _: ("without jit",)))
 def test_derivatives_without_jit(name: str) -> None:
     ours, theirs = pair(name, -1, WHERE["some"])
     x, t = numbers(0), jnp.stack([numbers(1), numbers(2)])

@@ -28,6 +28,8 @@ def test_dtypes(dtype: str) -> None:
     assert {t.dtype.name for t in jax.eval_shape(osj.token_logprobs, x, target)} == {"float32"}
     gradient = jax.grad(lambda x: jnp.sum(osj.cross_entropy(x, target).astype("float32")))
     assert jax.eval_shape(gradient, x).dtype == dtype
+    mean = jax.value_and_grad(lambda x: osj.cross_entropy(x, target, reduction="mean"))
+    assert [(t.dtype, t.shape) for t in jax.eval_shape(mean, x)] == [(dtype, ()), (dtype, (3, 7))]
 
 
 class NotAnArray:

@@ -330,17 +330,3 @@ def test_the_memory_on_a_gpu() -> None:
     weight = 256000 * 2304
     taken = program_for_a_gpu().lower().compile().memory_analysis().temp_size_in_bytes
     assert taken <= 2 * (plans.CHUNK_BYTES + 2 * weight) + 4 * weight
-
-
-def test_the_functions_for_torch_give_the_same() -> None:
-    torch = pytest.importorskip("torch", reason="compares with the functions for torch")
-    import onlinesoftmax as osm
-
-    a = {**head("float32"), "b": jnp.arange(40.0) / 9}
-    x, w, b = (torch.tensor(np.asarray(a[name]), requires_grad=True) for name in "xwb")
-    target = torch.tensor(np.asarray(a["target"]))
-    weight, options = np.arange(40.0, dtype=np.float32), {"z_loss": 0.1, "scale": 0.7, "label_smoothing": 0.1}
-    y = osm.linear_cross_entropy(x, w, target, linear_bias=b, weight=torch.tensor(weight), **options)
-    theirs = y.detach(), dict(zip("xwb", torch.autograd.grad(y, [x, w, b]), strict=True))
-    ours = jax.jit(jax.value_and_grad(lambda some: ours_of({**a, **some}, weight=weight, **options)))
-    assert_same(ours({name: a[name] for name in "xwb"}), theirs, rtol=1e-5, atol=2e-6)

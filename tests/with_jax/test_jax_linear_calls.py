@@ -92,13 +92,10 @@ def test_what_has_no_derivative_says_so() -> None:
         (ValueError, "token_weight has shape", {"token_weight": jnp.zeros(15)}),
         (ValueError, "linear_weight has no elements", {"linear_weight": jnp.zeros((0, 7))}),
         (TypeError, "dtype must be floating point", {"dtype": int}),
-        (TypeError, "memory must be an int", {"memory": 1e9}),
-        (ValueError, "memory must be a positive number", {"memory": 0}),
         (ValueError, "memory is 10 bytes, and one token", {"memory": 10}),
         (TypeError, "scale must be a number", {"scale": "1"}),
         (ValueError, "scale has shape", {"scale": jnp.ones(15)}),
         (ValueError, "acc_dtype must be float32", {"acc_dtype": "bfloat16"}),
-        (ValueError, "softcap must be", {"softcap": -1.0}),
         (ValueError, "no such axis here", {"axis_name": "v"}),
     ],
 )

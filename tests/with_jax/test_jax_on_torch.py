@@ -64,11 +64,11 @@ def test_why_jax_cannot() -> None:
 CASES = [
     *(Case(f"{name}{suffix}", (6, 5, 33), 1, "float32") for name in FORWARD for suffix in ("", "_backward")),
     Case("softmax", (8, 40), 1, "bfloat16", ("scale", "softcap", "bias", "mask")),
-    *(Case("token_logprobs", (6, 33, 5), 1, "bfloat16", with_gradient=gradient) for gradient in (False, True)),
+    Case("token_logprobs", (6, 33, 5), 1, "bfloat16", with_gradient=True),
+    Case("cross_entropy", (6, 33), 1, "bfloat16"),
     *(
-        Case("cross_entropy", (6, 33), 1, dtype, with_gradient=gradient, reduction=reduction)
+        Case("cross_entropy", (6, 33), 1, dtype, with_gradient=True, reduction=reduction)
         for dtype, reduction in (("bfloat16", "mean"), ("float32", "none"), ("float64", "mean"))
-        for gradient in (False, True)
     ),
     *(Case(name, (6, 33), 1, "bfloat16", with_gradient=True) for name in FORWARD),
 ]
