@@ -1,11 +1,10 @@
-"""The mixture of experts learns through its gate, has the gradients of a gate of jax.nn, and runs as a script."""
+"""The mixture of experts learns through its gate, balances its experts, and runs as a script."""
 
 from __future__ import annotations
 
 import importlib.util
 import runpy
 import sys
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,8 +27,8 @@ NARROW = {"hidden": 1, "epochs": 15, "learning_rate": 1e-2}
 LEARNT = 0.78
 """Accuracy that training must reach.  For seeds 0 to 5, working gates reach 0.84 to 0.92, broken ones 0.10 to 0.68."""
 
-GRADIENT_RTOL = 2e-6
-"""Tolerance relative to the norm of a parameter's gradient: some dozens of float32 roundings of 6e-8 each."""
+RTOL = 2e-6
+"""Some dozens of float32 roundings of 6e-8 each."""
 
 
 def train(example: ModuleType, library: Any, **config: Any) -> tuple[Any, list[Any]]:
@@ -50,47 +49,6 @@ def test_a_short_training_learns_through_its_gate(example: ModuleType) -> None:
     assert epochs[-1].loss < epochs[0].loss / 2
     assert all(epoch.use.shape == (8,) and np.isclose(epoch.use.sum(), example.TOP_K) for epoch in epochs)
     assert epochs[-1].use.min() > 0.05, "load balancing leaves no expert idle"
-
-
-def test_training_with_a_broken_gate_fails(example: ModuleType) -> None:
-    """Shows that the test above can fail: the gate has no gradient."""
-    gate = lambda x: example.gate(jax.lax.stop_gradient(x))  # noqa: E731  one use
-    model, _ = train(example, example.Library(gate, jax.nn.log_softmax), **NARROW)
-    assert accuracy(example, model) < LEARNT
-
-
-def gate_of_jax(example: ModuleType, logits: Any) -> Any:
-    """The gate by GShard and the loss by Switch Transformer, from the functions of JAX."""
-    probabilities, experts = jax.nn.softmax(logits), logits.shape[1]
-    top, chosen = jax.lax.top_k(probabilities, example.TOP_K)
-    routed = jax.nn.one_hot(chosen, experts).sum(axis=1)
-    # The first mean counts images and has no derivative; the gradient flows through the second mean.
-    loss = experts * (routed.mean(axis=0) / example.TOP_K * probabilities.mean(axis=0)).sum()
-    return example.Gate(top / top.sum(axis=-1, keepdims=True), chosen, loss)
-
-
-@pytest.mark.parametrize("backend", [None, "pallas"], ids=["default", "pallas"])
-def test_the_gradients_are_those_of_jax_nn(example: ModuleType, backend: str | None) -> None:
-    """Compares gradients of the whole loss, with the plan that the planner chooses and with our kernels."""
-    from flax import nnx
-
-    ours = example.OURS._replace(log_probabilities=partial(example.OURS.log_probabilities, backend=backend))
-    theirs = example.Library(partial(gate_of_jax, example), jax.nn.log_softmax)
-    batch = jax.tree.map(lambda all_images: all_images[:32], example.handwritten_digits()[0])
-
-    loss_of = nnx.jit(nnx.value_and_grad(example.loss_of, has_aux=True))
-
-    def gradients(library: Any) -> tuple[float, dict[str, np.ndarray]]:
-        (loss, _), tree = loss_of(example.MoE(example.Config(hidden=16), library), batch, nnx.Rngs(noise=1))
-        return float(loss), {jax.tree_util.keystr(path): np.asarray(g) for path, g in jax.tree.leaves_with_path(tree)}
-
-    (our_loss, our_gradients), (their_loss, their_gradients) = gradients(ours), gradients(theirs)
-    assert our_loss == pytest.approx(their_loss, rel=GRADIENT_RTOL)
-    assert len(our_gradients) == 5, "the gate, and two layers of weights and biases"
-    for name, g in their_gradients.items():
-        norm = np.linalg.norm(g)
-        assert norm > 0, f"{name} has a zero gradient"
-        assert np.linalg.norm(our_gradients[name] - g) <= GRADIENT_RTOL * norm, name
 
 
 def test_a_training_depends_only_on_its_seed(example: ModuleType) -> None:
@@ -122,8 +80,8 @@ def test_load_balancing_loss_is_1_for_even_use_and_larger_otherwise(example: Mod
         return float(model(images).load_balancing_loss)
 
     each, none = np.arange(64) % 8, np.zeros(64, int)
-    assert loss(each, (each + 1) % 8) == pytest.approx(1, rel=GRADIENT_RTOL)
-    assert loss(none, none + 1) == pytest.approx(8 / 2, rel=GRADIENT_RTOL)
+    assert loss(each, (each + 1) % 8) == pytest.approx(1, rel=RTOL)
+    assert loss(none, none + 1) == pytest.approx(8 / 2, rel=RTOL)
     assert 1 < loss(each // 2, each // 2 + 1) < 4
 
 

@@ -1,4 +1,4 @@
-"""Training with our softmax gives the gradients and losses of training with PyTorch's, eager and compiled."""
+"""Training with our softmax gives the losses of training with PyTorch's, eager and compiled."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ A mean of log-probabilities should differ by a few units.  The weights drift no 
 invariant to the biases of the keys, so the gradients of these biases are pure rounding error, and AdamW scales this
 error to whole steps.  The loss is invariant to the same biases.
 """
-
-GRADIENT_RTOL = 2e-6
-"""Tolerance relative to the norm of a parameter's gradient: some dozens of float32 roundings of 6e-8 each."""
 
 WHOLE_CURVE_ATOL = 5e-5
 """Largest difference between two losses, in nats.
@@ -61,29 +58,12 @@ def case(example: ModuleType, request: pytest.FixtureRequest) -> Case:
     return Case(kernels, tiny, 12) if DEVICE == "cuda" else Case(kernels, tiny._replace(layers=1, batch=1), 3)
 
 
-def first_gradients(example: ModuleType, library: Any, config: Any, compiler: str | None) -> dict[str, torch.Tensor]:
-    """Compute the gradient of each parameter in the first step of a training."""
-    model = example.make_model(library, config, 0, DEVICE)
-    loss_of = model if compiler is None else torch.compile(model, backend=compiler, fullgraph=True)
-    read, following = example.batches(config, 1, 0, DEVICE)
-    loss_of(read[0], following[0]).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
-
-
-@pytest.mark.parametrize("compiler", [None, "aot_eager"])
+@pytest.mark.parametrize("compiler", [None, pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
 def test_the_loss_curves_agree(example: ModuleType, case: Case, compiler: str | None) -> None:
     ours = example.train(case.library, case.config, case.steps, device=DEVICE, compiler=compiler)
     theirs = example.train(example.TORCH, case.config, case.steps, device=DEVICE)
     assert ours.shape == (case.steps,)
     torch.testing.assert_close(ours, theirs, rtol=CURVE_RTOL, atol=0)
-
-
-@pytest.mark.parametrize("compiler", [None, pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
-def test_the_first_gradients_agree(example: ModuleType, case: Case, compiler: str | None) -> None:
-    ours = first_gradients(example, case.library, case.config, compiler)
-    for name, theirs in first_gradients(example, example.TORCH, case.config, None).items():
-        apart = torch.linalg.vector_norm(ours[name] - theirs) / torch.linalg.vector_norm(theirs)
-        assert apart <= GRADIENT_RTOL, f"{name}: {apart:.1e}"
 
 
 def test_both_trainings_start_equal_and_see_the_same_batches(example: ModuleType) -> None:
