@@ -92,7 +92,10 @@ def test_a_token_loss_in_chunks_makes_no_logits_again() -> None:
     assert [code[-1].count(f"onlinesoftmax.{name}(") for name in OF_CHUNK] == [1, 0]
 
 
-@pytest.mark.parametrize("around", ["checkpoint of the compiled", "compiled checkpoint", "save_on_cpu"])
+@pytest.mark.parametrize(
+    "around",
+    ["checkpoint of the compiled", pytest.param("compiled checkpoint", marks=pytest.mark.exhaustive), "save_on_cpu"],
+)
 def test_a_compiled_token_loss_among_hooks_of_saved_tensors(around: str) -> None:
     """There, torch.func.vjp is an error, so the loss is that of log-probabilities."""
     x, w, b, target = head()

@@ -114,6 +114,7 @@ def test_checkpoints_repeat_the_forward_inside_the_block(
 
 
 compiles = pytest.mark.usefixtures("fresh_dynamo")
+MORE = pytest.mark.exhaustive
 
 
 class Block(torch.nn.Module):
@@ -222,7 +223,7 @@ def twice_in_checkpoints(function: Function, reentrant: bool) -> Function:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(
     ("traced", "reentrant"),
-    [("block", False), ("checkpoint", False), ("block and checkpoint", False), ("block", True)],
+    [("block", False), ("checkpoint", False), pytest.param("block and checkpoint", False, marks=MORE), ("block", True)],
 )
 def test_compiled_functions_in_checkpoints(traced: str, reentrant: bool) -> None:
     """A function compiled inside or outside a block or a checkpoint is called later where neither or both are."""

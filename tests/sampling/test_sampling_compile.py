@@ -53,11 +53,17 @@ def is_same(got: Any, want: Any) -> bool:
     return bool(pairs) and all(a is b is None or torch.equal(a, b) for a, b in pairs)
 
 
+MORE = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(torch.float32, "none"), (torch.bfloat16, "greedy"), (torch.float32, "filters"), (torch.bfloat16, "support")],
+    [
+        (torch.float32, "none"), pytest.param(torch.bfloat16, "greedy", marks=MORE),
+        pytest.param(torch.float32, "filters", marks=MORE), (torch.bfloat16, "support"),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_compiled_call_samples_by_one_operator(device: str, dtype: torch.dtype, name: str) -> None:
     operators: list[str] = []
     options = on(device, OPTIONS[name])
@@ -70,7 +76,7 @@ def test_a_compiled_call_samples_by_one_operator(device: str, dtype: torch.dtype
     assert operators == ["onlinesoftmax.sample"]
 
 
-@pytest.mark.parametrize("of_draft", [None, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("of_draft", [None, pytest.param(torch.float32, marks=MORE), torch.bfloat16], ids=str)
 def test_a_compiled_call_verifies_by_one_operator(device: str, of_draft: torch.dtype | None) -> None:
     operators: list[str] = []
     step = traced(lambda x, drafts, other: osm.verify(x, drafts, other, seed=7, top_k=9), operators)

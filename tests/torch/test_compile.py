@@ -232,9 +232,9 @@ def test_nothing_waits_for_the_gpu() -> None:
 FROM_LOGITS: dict[str, Any] = {
     "sample": lambda x: osm.sample(x, seed=3, top_p=0.8, top_logprobs=2, return_support=4),
     "listed": lambda x: osm.topk_logprobs(x, 3, target=torch.ones(x.shape[:-1], dtype=torch.int64)),
-    "route": lambda x: osm.route(x, 2, prob_sums=True, dense=True),
-    "grouped": lambda x: osm.route(x, 2, score="sigmoid", bias=torch.linspace(0, 1, 9), groups=3, group_k=2),
-    "verify": lambda x: osm.verify(x.unsqueeze(1), x.new_zeros(x.shape[0], 0).long(), seed=4, top_k=3),
+    "route": lambda x: osm.route(
+        x, 2, score="sigmoid", bias=torch.linspace(0, 1, 9), groups=3, group_k=2, prob_sums=True, dense=True
+    ),
 }
 
 
@@ -288,5 +288,4 @@ def test_transforms_inside_a_trace(name: str) -> None:
     wanted = tangent(x)
     assert wanted != 0
     torch.testing.assert_close(torch.func.linearize(total, x)[1](x.cos()), wanted)
-    for call in (torch.func.grad(total), tangent):
-        torch.testing.assert_close(torch.compile(call, backend="aot_eager", fullgraph=True)(x), call(x))
+    torch.testing.assert_close(torch.compile(tangent, backend="aot_eager", fullgraph=True)(x), wanted)
