@@ -22,13 +22,6 @@ def how(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
-def test_dims(operation: str, dim: int, how: dict[str, str]) -> None:
-    x = outliers(3, 5, 7, dtype=torch.float32, device=DEVICE)
-    assert_as_good_as_pytorch(OPERATIONS[operation](x, dim, **how), operation, x, dim)
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("value", [3.0, torch.inf, -torch.inf, torch.nan])
 def test_zero_dimensions(operation: str, value: float, how: dict[str, str]) -> None:
     x = torch.tensor(value, device=DEVICE)
@@ -65,16 +58,6 @@ def test_narrower_dtype_rounds_once(operation: str, how: dict[str, str]) -> None
     ours = OPERATIONS[operation](x, dtype=torch.float16, **how)
     exact = getattr(torch, operation)(x.double(), -1)
     torch.testing.assert_close(ours.double(), exact.half().double(), rtol=2**-10, atol=2**-24)
-
-
-def test_logsumexp_keepdim_and_several_dims(how: dict[str, str]) -> None:
-    x = outliers(3, 5, 7, dtype=torch.float64, device=DEVICE)
-    for dim in (1, (0, 1), (0, 2), (-1, 0), (0, 1, 2), [1]):
-        for keepdim in (False, True):
-            ours = osm.logsumexp(x, dim, keepdim, **how)
-            theirs = torch.logsumexp(x, dim, keepdim)
-            assert ours.shape == theirs.shape
-            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -125,25 +108,18 @@ def test_integers_are_pytorchs_error() -> None:
     assert osm.softmax(torch.arange(3, device=DEVICE), 0, dtype=torch.float32).dtype == torch.float32
 
 
-def test_errors_name_the_argument() -> None:
-    x = torch.randn(2, 3, device=DEVICE)
-    with pytest.raises(RuntimeError, match=r"out has shape \(3, 2\), and the result has \(2, 3\)"):
-        osm.softmax(x, 1, out=torch.empty(3, 2, device=DEVICE), backend="triton")
-    for options in ({}, {"scale": 2.0}, {"backend": "triton"}):
-        with pytest.raises(TypeError, match="argument 'out' must be Tensor, not str"):
-            osm.softmax(x, 1, out="out", **options)
-    base = torch.randn(10, device=DEVICE)
-    with pytest.raises(RuntimeError, match="out overlaps input"):
-        osm.softmax(base[:6], 0, out=base[2:8], backend="triton")
-    with pytest.raises(RuntimeError, match="twice"):
-        osm.logsumexp(x, (0, -2), backend="triton")
+@pytest.mark.parametrize("options", [{}, {"scale": 2.0}, {"backend": "triton"}], ids=str)
+def test_out_that_is_no_tensor(options: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match="argument 'out' must be Tensor, not str"):
+        osm.softmax(torch.randn(2, 3, device=DEVICE), 1, out="out", **options)
+
+
+def test_a_backend_that_does_not_exist() -> None:
     with pytest.raises(osm.PlanError, match="unknown backend 'cudnn'"):
-        osm.softmax(x, 1, backend="cudnn")
+        osm.softmax(torch.randn(2, 3, device=DEVICE), 1, backend="cudnn")
 
 
-def test_what_has_no_kernel_goes_to_pytorch_or_says_so() -> None:
-    meta = torch.empty(4, 6, device="meta")
-    assert osm.softmax(meta).shape == (4, 6)
+def test_what_has_no_kernel_says_so() -> None:
     sparse = torch.eye(3, device=DEVICE).to_sparse()
     with pytest.raises(osm.PlanError, match=r"sparse_coo, not a plain strided tensor"):
         osm.softmax(sparse, backend="triton")

@@ -269,9 +269,6 @@ def test_a_mean_in_float16_keeps_small_gradients() -> None:
     for y in losses:
         ours = torch.autograd.grad(y.float() * 1024.0, w)[0][10:]
         assert (ours.double() - exact).norm() / exact.norm() < 1e-2
-    y = osm.linear_cross_entropy(x, w, torch.full_like(target, -100))
-    assert y.isnan()
-    assert all((g == 0).all() for g in torch.autograd.grad(y, [x, w]))
 
 
 def test_a_sum_in_bfloat16_takes_no_buffer_and_has_at_most_twice_the_error() -> None:
