@@ -101,6 +101,19 @@ def test_softmax_of_all_logits_does_not_depend_on_their_offset() -> None:
     assert jax.grad(lambda x: osj.route(x, 2, prob_sums=True).prob_sums[0])(x[1:]).tolist() == [[0, 0]]
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_z_loss_of_a_row_of_minus_infinity_has_the_gradient_of_torch(score: str) -> None:
+    """The loss is infinite, and the gradient of this row NaN, as with logsumexp; that of its lse alone is 0."""
+    x = np.array([[1.0, 2.0, -np.inf], [-np.inf] * 3], np.float32)
+    t = torch.from_numpy(x).requires_grad_()
+    for ours, theirs in (
+        (lambda found: osj.router_z_loss(found), osm.router_z_loss), (lambda found: found.lse.sum(),) * 2,
+    ):  # fmt: skip
+        (want,) = torch.autograd.grad(theirs(osm.route(t, 1, score=score)), t)
+        found = jax.grad(lambda x: ours(osj.route(x, 1, score=score)))(x)  # noqa: B023  # called at once
+        np.testing.assert_allclose(found, want, rtol=1e-6)
+
+
 def test_float64_and_bfloat16() -> None:
     x = hard_logits(1, 64, 12)
     given: dict[str, Any] = {"score": "sigmoid", "bias": BIAS, "groups": 4, "group_k": 2}

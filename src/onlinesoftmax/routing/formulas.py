@@ -175,8 +175,10 @@ def terms_of(of: Functions, x: Array) -> tuple[Array, Array, Array]:
     m = of.constant(shift(xp, xp.max(x, -1)))
     terms = xp.exp(x - m)
     total = xp.sum(terms, -1)
-    divisor = _divisor(xp, total)
-    return terms, divisor, xp.where(total == 0, -math.inf, m + xp.log(divisor))
+    divisor = xp.where(total == 0, total + 1.0, total)
+    lse = m + xp.log(divisor)
+    # Both cases have a derivative, so that an infinite one, as that of lse^2, gives NaN for lse = -inf as in logsumexp.
+    return terms, divisor, xp.where(total == 0, lse - math.inf, lse)
 
 
 def probabilities(of: Functions, x: Array, rule: Rule) -> Array:
