@@ -133,6 +133,22 @@ def test_errors_come_when_the_module_is_made(kind: Kind, options: Any, error: ty
         kind(-1, **options)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"label_smoothing": True}, TypeError, "argument 'label_smoothing' must be float, not bool"),
+        ({"label_smoothing": 1.5}, RuntimeError, "label_smoothing must be from 0 to 1, got 1.5"),
+        ({"z_loss": float("nan")}, ValueError, "z_loss must be at least 0 and finite in float32, got nan"),
+        ({"ignore_index": 1.5}, TypeError, "argument 'ignore_index' must be int, not float"),
+    ],
+)
+def test_errors_come_when_a_module_of_a_loss_is_made(options: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=rf"^CrossEntropyLoss\(\): {message}"):
+        osm.nn.CrossEntropyLoss(**options)
+    with pytest.raises(error, match=rf"^LinearCrossEntropyLoss\(\): {message}"):
+        osm.nn.LinearCrossEntropyLoss(4, 5, **options)
+
+
 def test_softmax2d_as_pytorch() -> None:
     ours, theirs = osm.nn.Softmax2d(), torch.nn.Softmax2d()
     for shape in ((2, 3, 4, 5), (3, 4, 5)):

@@ -305,6 +305,8 @@ MISTAKES: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
     ((X, T[:1]), {}), ((X, T > 0), {}), ((X, X[:1]), {}), ((X, T, np.ones(2)), {}), ((X, T), {"reduction": "avg"}),
     ((X, T), {"label_smoothing": 1.5}), ((X, T), {"label_smoothing": "a"}), ((X, T), {"ignore_index": 1.5}),
     ((X, T), {"ignore_index": True}), ((X, T), {"z_loss": "a"}), ((X, T), {"softcap": -1.0}),
+    ((X, T), {"label_smoothing": True}), ((X, T), {"label_smoothing": np.True_}), ((X, T), {"z_loss": np.nan}),
+    ((X, T), {"z_loss": -1.0}), ((X, T), {"z_loss": np.True_}),
     ((X, T), {"scale": X}), ((X, T), {"mask": X}), ((X, T), {"dtype": "nonsense"}), ((X, T + 5), {}),
     ((X, T), {"mask": X[:, :2] > 0}),
 ]  # fmt: skip

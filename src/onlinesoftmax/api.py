@@ -228,8 +228,8 @@ def cross_entropy(
         ignore_index: Target of the rows that count for nothing: no loss, no gradient, no part in a mean.
         reduction: "mean" (over the weights of the targets that count), "sum" or "none".
         label_smoothing: Part of the target that is spread over all classes, from 0 to 1.
-        z_loss: Factor of logsumexp(z)**2, which is added to the loss of each row that counts.  In a mean, this part is
-            averaged over the rows that count, without their weights.
+        z_loss: Factor, at least 0, of logsumexp(z)**2, which is added to the loss of each row that counts.  In a mean,
+            this part is averaged over the rows that count, without their weights.
         scale: Factor of the input, an inverse temperature: a number, or a tensor with one number per row, as for
             `softmax`, which gets no gradient.
         softcap: Soft bound on the magnitude of scale * input: a positive number.
@@ -255,7 +255,7 @@ def cross_entropy(
         TypeError: an argument is of the wrong type.
         RuntimeError: the dtype of `input`, the shape of `weight` or `label_smoothing` is wrong; with
             `inplace_backward`, the gradient is itself to be differentiated.
-        ValueError: the shape of `target`, `reduction` or `softcap` is wrong.
+        ValueError: the shape of `target`, `reduction`, `z_loss` or `softcap` is wrong.
         IndexError: on a CPU, for a NumPy array, or with `check`, a target is out of range.
         PlanError: the forced backend or strategy cannot run; the message lists every reason.
 

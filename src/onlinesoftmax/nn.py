@@ -29,7 +29,9 @@ with needing("torch", "onlinesoftmax.nn"):
     import torch
 
     from .linear.module import LinearCrossEntropyLoss
+    from .ops.cross_entropy.arguments import checked_numbers
     from .routing.module import Router
+    from .torch.arguments import TORCH
 
 __all__ = [
     "CrossEntropyLoss", "LinearCrossEntropyLoss", "LogSoftmax", "LogSumExp", "Replaced", "Router", "Softmax",
@@ -237,7 +239,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         `mask` (boolean, True keeps a class) broadcasts to the input.
 
     Raises:
-        TypeError, ValueError: scale or softcap is of the wrong type, or makes no sense: when the module is made.
+        TypeError, ValueError, RuntimeError: an option is of the wrong type, or makes no sense: when the module is made.
             A call raises what `onlinesoftmax.cross_entropy` raises.
 
     Example:
@@ -267,6 +269,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         if isinstance(scale, torch.Tensor):
             raise TypeError("CrossEntropyLoss(): scale must be a number")
         checked_options("CrossEntropyLoss", scale, softcap, None, None, False, "nan")
+        checked_numbers(TORCH, reduction, (ignore_index, label_smoothing, z_loss), "CrossEntropyLoss")
         self.z_loss, self.scale, self.softcap, self.dtype = z_loss, scale, softcap, dtype
         self.inplace_backward, self.batch_invariant, self.check = inplace_backward, batch_invariant, check
 

@@ -184,7 +184,7 @@ def arguments_are_checked_in_every_call(first: int, end: int) -> None:
         for error, message, arguments, options in (
             (ValueError, "target has shape", (target[:3],), {}),
             (RuntimeError, "weight must have shape", (target, torch.ones(COLS - 1, device=device())), {}),
-            (RuntimeError, "label_smoothing must be between", (target,), {"label_smoothing": 2.0}),
+            (RuntimeError, "label_smoothing must be from 0 to 1", (target,), {"label_smoothing": 2.0}),
             (ValueError, "not a valid value for reduction", (target,), {"reduction": "median"}),
             (RuntimeError, "target must have an integer dtype", (target > 0,), {}),
             (ValueError, "does not fit a local tensor", (target,), {"shards": sharded.Shards(first, COLS + 1, COLS)}),

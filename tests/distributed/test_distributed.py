@@ -220,8 +220,12 @@ def test_without_a_group() -> None:
         osm.distributed.softmax(torch.zeros(2, 3))
     with pytest.raises(TypeError, match="argument 'local' must be Tensor"):
         osm.distributed.softmax([0.0])
-    with pytest.raises(RuntimeError, match="label_smoothing must be between"):
+    with pytest.raises(RuntimeError, match="label_smoothing must be from 0 to 1"):
         osm.distributed.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), label_smoothing=2.0)
+    with pytest.raises(ValueError, match="z_loss must be at least 0"):
+        osm.distributed.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), z_loss=float("nan"))
+    with pytest.raises(TypeError, match="'label_smoothing' must be float, not bool"):
+        osm.distributed.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long), label_smoothing=True)
 
 
 def test_groups_and_tensors_that_are_none() -> None:

@@ -145,7 +145,7 @@ def test_arguments_are_checked_in_every_call() -> None:
         for error, message, arguments, options in (
             (ValueError, "target has shape", (x, target[:3]), {}),
             (RuntimeError, "weight must have shape", (x, target, torch.ones(8, device=DEVICE)), {}),
-            (RuntimeError, "label_smoothing must be between", (x, target), {"label_smoothing": 2.0}),
+            (RuntimeError, "label_smoothing must be from 0 to 1", (x, target), {"label_smoothing": 2.0}),
             (ValueError, "not a valid value for reduction", (x, target), {"reduction": "median"}),
             (RuntimeError, "target must have an integer dtype", (x, target > 0), {}),
         ):

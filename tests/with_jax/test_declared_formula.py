@@ -33,7 +33,7 @@ with also_declared(FORWARD, BACKWARD):
     where[2] = False
 
     def sparsemax(x, softcap=None, choice=Choice()):
-        rows = rows_of("sparsemax", x, 0, options_of(2.0, softcap, None, where))
+        rows = rows_of("sparsemax", x, 0, options_of("sparsemax", 2.0, softcap, None, where))
         return rows.back(result(rows, "sparsemax", choice))
 
     expected = run(Call(FORWARD, np.where(where, 2 * x, -np.inf), Settings(0)))

@@ -16,7 +16,7 @@ import numpy as np
 
 from .arrays import Array, array_kind, broadcasts
 from .call import Call
-from .options import SCORE_OPTIONS, check_one_per_row, query_axis
+from .options import SCORE_OPTIONS, as_float, check_one_per_row, query_axis
 
 Kind = Literal["floating", "integer", "boolean", "other"]
 """Kind of the numbers of a dtype; "other" for complex numbers and quantized integers."""
@@ -117,13 +117,12 @@ def checked_number(library: Library, function: str, argument: str, value: Any, k
     """
     if type(value) is kind:  # a symbol of a trace too, of which no methods can be asked
         return value
-    is_number = hasattr(value, "__index__" if kind is int else "__float__") and not (
-        kind is int and isinstance(value, (bool, np.bool_))
-    )
-    if is_number and library.is_number(argument, value, kind):
+    flag = isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
+    if not flag and hasattr(value, "__index__" if kind is int else "__float__"):
         # An array of several elements, or of letters, has both methods; int() would cut off the fraction of a number.
-        with suppress(TypeError, ValueError, OverflowError):
-            return operator.index(value) if kind is int else float(value)
+        with suppress(TypeError, ValueError):
+            if library.is_number(argument, value, kind):
+                return operator.index(value) if kind is int else as_float(value)
     raise TypeError(f"{function}(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import numbers
 import struct
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -149,10 +150,7 @@ def checked_options(
         raise TypeError(f"{operation}(): causal must be a bool, not {type(causal).__name__}")
     if fully_masked not in ("nan", "zero"):
         raise ValueError(f"{operation}(): fully_masked must be 'nan' or 'zero', got {fully_masked!r}")
-    try:
-        factor = float(scale) if number else scale
-    except OverflowError:
-        raise ValueError(f"{operation}(): scale must fit a float, got {scale!r}") from None
+    factor = checked_scale(f"{operation}()", scale) if number else scale
     capped = None if softcap is None else float(softcap)
     options = ScoreOptions(factor, capped, bias, mask, causal, fully_masked == "zero")
     return None if options.is_plain() else options
@@ -167,18 +165,66 @@ SMALLEST_FLOAT32, LARGEST_FLOAT32 = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """The smallest positive number of float32 that has all bits, and the largest that is finite."""
 
 
+LARGEST_FLOAT64, LARGEST_INT64 = sys.float_info.max, 2**63 - 1
+
+
+def as_float(value: Any) -> float:
+    """A number as a float, infinite if it is an integer that no float holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def checked_scale(caller: str, scale: Any) -> float:
+    """A scale that is a number as a float.  It may be infinite, as the scale of a support with a single token."""
+    try:
+        return float(scale)
+    except OverflowError:
+        raise ValueError(f"{caller}: scale must fit a float, got {scale!r}") from None
+
+
+def check_number(
+    caller: str, argument: str, value: Any, low: float, high: float, error: type[Exception] = ValueError,
+    or_none: bool = False,
+) -> None:  # fmt: skip
+    """Check that an argument is a number from `low` to `high`, which NaN is not, and no bool.
+
+    Args:
+        caller: Name of the function, for the error.
+        argument: Name of the argument.
+        value: Its value.
+        low, high: Bounds.
+        error: Type of the error for a number out of bounds.
+        or_none: True where None is right too.
+    """
+    if or_none and value is None:
+        return
+    if not is_number(value):
+        raise TypeError(f"{caller}: {argument} must be a number{' or None' * or_none}, not {type(value).__name__}")
+    # A number of NumPy would convert the bounds to its own dtype.
+    if not low <= as_float(value) <= high:
+        raise error(f"{caller}: {argument} must be {bounds(low, high)}, got {value}")
+
+
+def bounds(low: float, high: float) -> str:
+    """The words for a number from `low` to `high`, of which the largest of its dtype is no number to read.
+
+    >>> bounds(0, math.inf), bounds(0, LARGEST_FLOAT32), bounds(0, LARGEST_INT64), bounds(0.0, 1.0)
+    ('at least 0', 'at least 0 and finite in float32', 'at least 0 and less than 2**63', 'from 0 to 1')
+    >>> bounds(SMALLEST_FLOAT32, LARGEST_FLOAT32), bounds(-LARGEST_FLOAT64, LARGEST_FLOAT64)
+    ('positive and finite in float32', 'a finite number')
+    """
+    if high == LARGEST_FLOAT64 == -low:
+        return "a finite number"
+    least = "positive" if low == SMALLEST_FLOAT32 else f"at least {low:g}"
+    ends = {math.inf: "", LARGEST_FLOAT32: " and finite in float32", LARGEST_INT64: " and less than 2**63"}
+    return f"{least}{ends[high]}" if high in ends else f"from {low:g} to {high:g}"
+
+
 def check_softcap(caller: str, softcap: Any) -> None:
     """Check that a softcap is None or a positive finite number in float32; an error begins with the caller's name."""
-    if softcap is None:
-        return
-    if not is_number(softcap):
-        raise TypeError(f"{caller}: softcap must be a number or None, not {type(softcap).__name__}")
-    try:
-        holds = SMALLEST_FLOAT32 <= float(softcap) <= LARGEST_FLOAT32
-    except OverflowError:
-        holds = False
-    if not holds:
-        raise ValueError(f"{caller}: softcap must be positive and finite in float32, got {softcap}")
+    check_number(caller, "softcap", softcap, SMALLEST_FLOAT32, LARGEST_FLOAT32, or_none=True)
 
 
 def check_one_per_row(

@@ -166,7 +166,7 @@ def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options:
     given: list[tuple[str, ...]] = []
 
     def scores(x: Any, bias: Any, where: Any) -> Any:
-        rows = arguments.checked_rows(SAMPLE, x, axis, options_of(1.0, options["softcap"], bias, where))
+        rows = arguments.checked_rows(SAMPLE, x, axis, options_of(SAMPLE, 1.0, options["softcap"], bias, where))
         given.append(rows.options.given)
         return rows.x
 

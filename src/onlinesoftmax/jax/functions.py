@@ -94,7 +94,7 @@ def softmax(
         [[0.25 0.25 0.25 0.25]]
     """
     choice = Choice(backend, strategy)
-    return _elementwise("softmax", x, axis, options_of(scale, softcap, bias, where), choice, axis_name)
+    return _elementwise("softmax", x, axis, options_of("softmax", scale, softcap, bias, where), choice, axis_name)
 
 
 def log_softmax(
@@ -119,7 +119,9 @@ def log_softmax(
         [-1.0986123 -1.0986123 -1.0986123]
     """
     choice = Choice(backend, strategy)
-    return _elementwise("log_softmax", x, axis, options_of(scale, softcap, bias, where), choice, axis_name)
+    return _elementwise(
+        "log_softmax", x, axis, options_of("log_softmax", scale, softcap, bias, where), choice, axis_name
+    )
 
 
 class LogsumexpOptions(TypedDict, total=False):
@@ -185,7 +187,7 @@ def logsumexp(
         >>> print(logsumexp(jnp.zeros((2, 8)), axis=-1))
         [2.0794415 2.0794415]
     """
-    options = options_of(scale, softcap, bias, where)
+    options = options_of("logsumexp", scale, softcap, bias, where)
     if fully_masked not in ("nan", "zero"):
         raise ValueError(f"logsumexp: fully_masked must be 'nan' or 'zero', got {fully_masked!r}")
     if b is not None or return_sign or (is_complex(a) and is_plain(options)):
@@ -302,7 +304,8 @@ def cross_entropy(
         >>> print(loss(jnp.zeros((2, 4)), jnp.array([0, 3])))
         [1.3862944 1.3862944]
     """
-    options, numbers = options_of(scale, softcap, None, where), {"smoothing": label_smoothing, "z_loss": z_loss}
+    options = options_of("cross_entropy", scale, softcap, None, where)
+    numbers = {"smoothing": label_smoothing, "z_loss": z_loss}
     choice, reduced = Choice(backend, strategy), LossReduction(reduction, ignore_index)
     return loss_run.run_loss(logits, labels, axis, options, numbers, choice, axis_name, reduced)
 
@@ -355,7 +358,7 @@ def token_logprobs(
         >>> print(found.logprob, found.entropy, found.lse)
         [-1.3862944 -1.3862944] [1.3862944 1.3862944] [1.3862944 1.3862944]
     """
-    options = options_of(scale, softcap, None, where)
+    options = options_of("token_logprobs", scale, softcap, None, where)
     choice = Choice(backend, strategy)
     if support is not None:
         if axis_name is not None:

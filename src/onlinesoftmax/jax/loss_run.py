@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ..core.arguments import Library, check_flags
 from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from ..core.task import Choice
+from ..ops.cross_entropy.arguments import check_factors
 from ..ops.support import checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from . import array_types, custom_op, loss_total
@@ -53,8 +53,8 @@ def run_loss(
     custom_op.check(CROSS_ENTROPY, choice)
     reduction = reduction.checked(CROSS_ENTROPY)
     x, labels = checked_input(CROSS_ENTROPY, logits), _labels(CROSS_ENTROPY, "labels", labels)
-    smoothing, z_loss = _number("label_smoothing", numbers["smoothing"], 1.0), _number("z_loss", numbers["z_loss"])
-    numbers = {"smoothing": smoothing, "z_loss": z_loss}
+    check_factors(CROSS_ENTROPY, numbers["smoothing"], numbers["z_loss"])
+    numbers = {name: float(number) for name, number in numbers.items()}
     rows = rows_of(CROSS_ENTROPY, x, axis, options._replace(mask=_where(x, axis, options.mask)), axis_name)
     with_integers = jnp.issubdtype(labels.dtype, jnp.integer)
     if reduction.ignore_index is not None and not with_integers:
@@ -259,16 +259,6 @@ def _index(index: Any) -> Array:
     if not jnp.issubdtype(found.dtype, jnp.integer):
         raise TypeError(f"{TOKEN_LOGPROBS}: index must be integers, got {found.dtype}")
     return found
-
-
-def _number(argument: str, value: Any, largest: float = math.inf) -> float:
-    """A number of the call, checked."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
-        raise TypeError(f"{CROSS_ENTROPY}: {argument} must be a number, not {type(value).__name__}")
-    if not (0 <= value <= largest and value < math.inf):
-        bounds = "not be negative" if largest == math.inf else f"lie between 0 and {largest:g}"
-        raise ValueError(f"{CROSS_ENTROPY}: {argument} must {bounds}, got {value}")
-    return float(value)
 
 
 def _where(x: Array, axis: Axis, where: Any) -> Array | None:

@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..core.arrays import Array, array_kind, broadcasts
-from ..core.options import ARRAY, SCORE_OPTIONS, ScoreOptions, check_one_per_row, check_softcap, is_number
+from ..core.options import (
+    ARRAY,
+    SCORE_OPTIONS,
+    ScoreOptions,
+    check_one_per_row,
+    check_softcap,
+    checked_scale,
+    is_number,
+)
 from ..ops import OPERATIONS
 from . import array_types
 from .exchange import checked_names, devices
@@ -69,10 +77,11 @@ class Rows(NamedTuple):
         return jnp.moveaxis(y, range(len(outer), y.ndim), self.axes)
 
 
-def options_of(scale: Any, softcap: Any, bias: Any, where: Any) -> ScoreOptions:
-    """The score options, not checked; the mask is called `where` in jax.nn."""
-    scale, softcap = (float(value) if is_number(value) else value for value in (scale, softcap))
-    return ScoreOptions(scale, softcap, bias, where)
+def options_of(name: str, scale: Any, softcap: Any, bias: Any, where: Any) -> ScoreOptions:
+    """The score options of a function of this name, with numbers as floats; the mask is called `where` in jax.nn."""
+    scale = checked_scale(name, scale) if is_number(scale) else scale
+    check_softcap(name, softcap)
+    return ScoreOptions(scale, None if softcap is None else float(softcap), bias, where)
 
 
 def is_plain(options: ScoreOptions) -> bool:
@@ -148,7 +157,6 @@ def axes_of(name: str, axis: Axis, ndim: int) -> tuple[int, ...]:
 
 def _checked_options(name: str, x: Array, axes: tuple[int, ...], options: ScoreOptions) -> tuple[ScoreOptions, Values]:
     """The options with ARRAY in the place of each array, and the arrays with x's layout."""
-    check_softcap(name, options.softcap)
     found: Values = {}
     for option in SCORE_OPTIONS.values():
         value = getattr(options, option.name)

@@ -10,6 +10,7 @@ from torch.nn.modules.loss import _WeightedLoss
 from ..core.annotations import Reduction
 from ..core.options import checked_options
 from ..core.wrong_calls import hinting
+from ..ops.cross_entropy.arguments import checked_numbers
 from ..torch.arguments import TORCH
 from . import linear_cross_entropy
 
@@ -34,8 +35,9 @@ class LinearCrossEntropyLoss(_WeightedLoss):
         loss is a scalar, or with the reduction "none" of the shape (...).
 
     Raises:
-        TypeError, ValueError: scale or softcap is of the wrong type, or makes no sense: when the module is made.
-        RuntimeError: weight has another shape than (num_classes,): when the module is made.
+        TypeError, ValueError: an option is of the wrong type, or makes no sense: when the module is made.
+        RuntimeError: weight has another shape than (num_classes,), or label_smoothing is out of range: when the module
+            is made.
             A call raises what `onlinesoftmax.linear_cross_entropy` raises.
 
     Example:
@@ -75,6 +77,8 @@ class LinearCrossEntropyLoss(_WeightedLoss):
         if isinstance(scale, torch.Tensor):
             raise TypeError("LinearCrossEntropyLoss(): scale must be a number; pass a tensor to linear_cross_entropy")
         checked_options("LinearCrossEntropyLoss", scale, softcap, None, None, False, "nan")
+        index = -100 if ignore_index is None else ignore_index
+        checked_numbers(TORCH, reduction, (index, label_smoothing, z_loss), "LinearCrossEntropyLoss")
         super().__init__(weight, reduction=reduction)
         self.num_classes, self.ignore_index, self.label_smoothing = num_classes, ignore_index, label_smoothing
         self.z_loss, self.scale, self.softcap = z_loss, scale, softcap

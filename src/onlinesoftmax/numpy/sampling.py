@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from ..core.arrays import Array, broadcasts, quiet
+from ..core.options import LARGEST_INT64
 from ..core.task import ANY
 from ..sampling import formulas, rules
 from ..sampling.keys import Keys, ordered
 from ..sampling.results import Sampled, Support, TopLogprobs, Verified
-from ..sampling.rules import LARGEST_INT64, Logits, Parameters, checked_choice, checked_count, checked_target
+from ..sampling.rules import Logits, Parameters, checked_choice, checked_count, checked_target
 from .arguments import NUMPY
 from .eager import ELEMENTS, scores_of
 from .run import run_tokens

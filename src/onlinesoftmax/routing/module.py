@@ -7,11 +7,12 @@ from typing import Any, Literal
 import torch
 
 from ..core.arrays import dtype_name, is_dtensor
+from ..core.options import LARGEST_FLOAT64, check_number
 from ..core.wrong_calls import hinting
 from ..torch.arguments import TORCH
 from . import Routed, check_no_group, route, total
 from .presets import arguments_of
-from .rules import check_finite, checked_rule
+from .rules import checked_rule
 
 
 class Router(torch.nn.Linear):
@@ -175,7 +176,7 @@ class Router(torch.nn.Linear):
                 f"last dimension, got shape {tuple(counts.shape)}"
             )
         step = rate.item() if isinstance(rate, torch.Tensor) else rate
-        check_finite("Router.balance()", "rate", step)
+        check_number("Router.balance()", "rate", step, -LARGEST_FLOAT64, LARGEST_FLOAT64)
         own: Any = self.e_score_correction_bias
         # A buffer that is a DTensor is whole on every process.
         own = own.to_local() if is_dtensor(type(own)) else own

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from enum import Enum
 from typing import Any, NamedTuple
 
 from ..core.arguments import Library, check_flags, not_floating
 from ..core.arrays import Array, broadcasts
-from ..core.options import is_number
+from ..core.options import LARGEST_FLOAT64, check_number, is_number
 
 
 class Score(Enum):
@@ -191,13 +190,6 @@ def sizes_of(shape: tuple[int, ...]) -> tuple[int, int]:
     return math.prod(shape[:-2]), shape[-2] if len(shape) > 1 else 1
 
 
-def check_finite(caller: str, argument: str, value: Any) -> None:
-    """Raise an error for a value that is no finite number."""
-    # Python compares an int with a float exactly, and cannot convert every int to a float.
-    if not is_number(value) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{caller}: {argument} must be a finite number, got {value!r}")
-
-
 def checked_rule(
     caller: str,
     experts: int,
@@ -228,7 +220,7 @@ def checked_rule(
         if not isinstance(value, str) or value not in words:
             raise ValueError(f"{caller}: {argument} must be {' or '.join(map(repr, words))}, got {value!r}")
     check_flags(caller, renormalize=renormalize)
-    check_finite(caller, "scale", scale)
+    check_number(caller, "scale", scale, -LARGEST_FLOAT64, LARGEST_FLOAT64)
     number, group_k, group_top = _checked_groups(caller, experts, chosen, groups)
     topk_first = order == "topk_first"
     together = renormalize or (topk_first and Score(score) is Score.SOFTMAX)

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from ..core.arrays import broadcasts
+from ..core.options import LARGEST_INT64
 from ..torch.arguments import TORCH
 from ..torch.eager import scores_of
 from ..torch.fast_path import is_transformed
 from ..torch.formulas import PLAIN_TYPES
 from ..torch.gradients import is_traced
 from . import rules
-from .rules import LARGEST_INT64, Parameters, checked_between, checked_choice, checked_count, checked_target
+from .rules import Parameters, checked_between, checked_choice, checked_count, checked_target
 
 __all__ = [
     "LARGEST_INT64", "Logits", "checked_choice", "checked_count", "checked_drafts", "checked_logits",

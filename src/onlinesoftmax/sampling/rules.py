@@ -11,11 +11,9 @@ import numpy as np
 from ..core.arguments import Library, check_index, check_options, checked_dim, checked_number, not_floating
 from ..core.arrays import Array
 from ..core.call import Call, Settings
-from ..core.options import LARGEST_FLOAT32, ScoreOptions, checked_options, is_number
+from ..core.options import LARGEST_FLOAT32, LARGEST_INT64, ScoreOptions, bounds, checked_options, is_number
 from ..ops import OPERATIONS
 from .masses import MOST_TOKENS
-
-LARGEST_INT64 = 2**63 - 1
 
 OfRows = Callable[[str, Any, str, float, float], Array]
 """of_rows(argument, value, dtype, low, high) returns a number from low to high, or an array, as an array of all rows.
@@ -168,16 +166,6 @@ def checked_between(logits: Logits, argument: str, value: Any, whole: bool, low:
     if not low <= number <= high:
         raise ValueError(f"{name}(): {argument} must be {bounds(low, high)}, got {value}")
     return number
-
-
-def bounds(low: float, high: float) -> str:
-    """The words for a number from `low` to `high`, of which the largest of its dtype is no number to read.
-
-    >>> bounds(0, math.inf), bounds(0, LARGEST_FLOAT32), bounds(0, LARGEST_INT64), bounds(0.0, 1.0)
-    ('at least 0', 'at least 0 and finite in float32', 'at least 0 and less than 2**63', 'from 0 to 1')
-    """
-    ends = {math.inf: "", LARGEST_FLOAT32: " and finite in float32", LARGEST_INT64: " and less than 2**63"}
-    return f"at least {low:g}{ends[high]}" if high in ends else f"from {low:g} to {high:g}"
 
 
 def checked_count(logits: Logits, argument: str, value: Any, low: int) -> int:

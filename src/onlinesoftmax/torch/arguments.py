@@ -121,7 +121,7 @@ def _is_number(argument: str, value: Any, kind: type[Any]) -> bool:
     if not isinstance(value, torch.Tensor):
         return True
     is_number = value.numel() == 1 and not value.requires_grad and argument != "z_loss"
-    return is_number and not (kind is int and (value.is_floating_point() or value.dtype == torch.bool))
+    return is_number and not (kind is int and value.is_floating_point())
 
 
 def _shape_hint(argument: str, x: torch.Tensor, target: torch.Tensor, rows: tuple[int, ...]) -> str:

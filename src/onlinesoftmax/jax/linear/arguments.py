@@ -11,8 +11,9 @@ import jax.numpy as jnp
 
 from ...core.arguments import wrong_weight
 from ...core.arrays import Array, accumulator, array_kind
-from ...core.options import ARRAY, ScoreOptions, check_softcap, is_number
+from ...core.options import ARRAY, ScoreOptions, check_softcap, checked_scale, is_number
 from ...core.wrong_calls import OTHER_MEANS
+from ...ops.cross_entropy.arguments import check_factors
 from .. import array_types
 from ..exchange import checked_names, devices, signed
 from ..prepare import as_array, checked_dtype
@@ -111,7 +112,7 @@ def _checked_options(name: str, scale: Any, softcap: Any, shape: tuple[int, ...]
     check_softcap(name, softcap)
     softcap = None if softcap is None else float(softcap)
     if is_number(scale):
-        return ScoreOptions(float(scale), softcap), None
+        return ScoreOptions(checked_scale(name, scale), softcap), None
     if array_kind(scale) not in ("numpy", "jax") or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise TypeError(f"{name}: scale must be a number or a floating-point array, got {scale!r}")
     if math.prod(scale.shape) == 1 and scale.shape != shape:
@@ -132,11 +133,7 @@ def checked_acc_dtype(name: str, acc_dtype: Any, x: Array) -> str:
 
 def checked_numbers(name: str, smoothing: Any, z_loss: Any) -> tuple[tuple[str, float], ...]:
     """Label smoothing and z_loss, where they are not 0."""
-    for argument, value in (("label_smoothing", smoothing), ("z_loss", z_loss)):
-        if not is_number(value):
-            raise TypeError(f"{name}: {argument} must be a number, not {type(value).__name__}")
-    if not 0 <= smoothing <= 1:
-        raise ValueError(f"{name}: label_smoothing must be between 0 and 1, got {smoothing}")
+    check_factors(name, smoothing, z_loss)
     return tuple((one, float(value)) for one, value in (("smoothing", smoothing), ("z_loss", z_loss)) if value)
 
 

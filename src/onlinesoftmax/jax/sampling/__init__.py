@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 from jax.typing import ArrayLike
 
+from ...core.options import LARGEST_INT64
 from ...sampling.results import Sampled, TopLogprobs, Verified
-from ...sampling.rules import LARGEST_INT64, check_positions, checked_choice, checked_parameters
+from ...sampling.rules import check_positions, checked_choice, checked_parameters
 from ..prepare import options_of
 from . import run
 from .arguments import check_order, checked_count, checked_of_rows, checked_rows, checked_seed, checked_tokens
@@ -74,7 +75,7 @@ def sample(
         [1 0] [2 1]
     """
     check_order("sample", seed, "logits", logits)
-    rows = checked_rows("sample", logits, axis, options_of(1.0, softcap, bias, where))
+    rows = checked_rows("sample", logits, axis, options_of("sample", 1.0, softcap, bias, where))
     shape, tokens = rows.x.shape[:-1], rows.cols
     given, seeds, offsets = _per_row("sample", shape, tokens, temperature, (top_k, top_p, min_p), (seed, offset), ties)
     raw = checked_choice("sample", "logprobs", logprobs, ("processed", "raw")) == "raw"
@@ -112,7 +113,7 @@ def topk_logprobs(
         [[1 3]] [3]
     """
     name = "topk_logprobs"
-    rows = checked_rows(name, logits, axis, options_of(scale, softcap, None, where))
+    rows = checked_rows(name, logits, axis, options_of(name, scale, softcap, None, where))
     number = checked_count(name, "k", k, rows.cols)
     tokens = None if target is None else checked_tokens(name, "target", target, rows.x.shape[:-1])
     return run.topk_logprobs(rows, number, tokens)
@@ -158,7 +159,8 @@ def verify(
         >>> print(found.accepted, found.tokens)
         [1] [[ 0  1 -1]]
     """
-    name, plain = "verify", options_of(1.0, None, None, None)
+    name = "verify"
+    plain = options_of(name, 1.0, None, None, None)
     check_order(name, seed, "target_logits", target_logits)
     target = checked_rows(name, target_logits, -1, plain, "target_logits")
     if target.x.ndim < 2 or not target.x.shape[-2]:

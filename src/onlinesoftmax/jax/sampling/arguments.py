@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...core.arrays import Array, array_kind, broadcasts
-from ...core.options import ScoreOptions, is_number
-from ...sampling.rules import LARGEST_INT64, bounds
+from ...core.options import LARGEST_INT64, ScoreOptions, as_float, bounds, is_number
 from ..prepare import Rows, checked_input, checked_integer, rows_of
 
 
@@ -54,7 +53,7 @@ def checked_of_rows(
             raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
         if not low <= value <= high:
             raise ValueError(f"{name}: {argument} must be {bounds(low, high)}, got {value}")
-        return _with_axes(np.asarray(value, dtype), rows)
+        return _with_axes(np.asarray(value if whole else as_float(value), dtype), rows)
     if array_kind(value) not in ("numpy", "jax"):
         raise TypeError(f"{name}: {argument} must be {wanted} or an array of such, not {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, jnp.integer) and (whole or not jnp.issubdtype(value.dtype, jnp.floating)):

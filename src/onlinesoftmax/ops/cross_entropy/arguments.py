@@ -6,6 +6,7 @@ from typing import Any
 
 from ...core.arguments import Library, check_index, check_logits, checked_number
 from ...core.arrays import Array
+from ...core.options import LARGEST_FLOAT32, check_number
 
 NAME = "cross_entropy"
 
@@ -26,6 +27,7 @@ def checked_numbers(
         TypeError: one of them is no number.
         ValueError: reduction or ignore_index is wrong.
         RuntimeError: label_smoothing is out of range.
+        ValueError: z_loss is out of range.
     """
     index, smoothing, z_loss = numbers
     # An array takes no int beyond int64.
@@ -40,9 +42,20 @@ def checked_numbers(
         raise ValueError(f"{name}(): ignore_index must fit int64, got {numbers[0]}")
     if not isinstance(reduction, str) or reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
-    if not 0.0 <= numbers[1] <= 1.0:
-        raise RuntimeError(f"{name}(): label_smoothing must be between 0.0 and 1.0, got {numbers[1]}")
+    check_factors(f"{name}()", *numbers[1:], RuntimeError)
     return numbers
+
+
+def check_factors(caller: str, smoothing: Any, z_loss: Any, of_smoothing: type[Exception] = ValueError) -> None:
+    """Check label_smoothing and z_loss, which are numbers; the error for a wrong smoothing has the type that is given.
+
+    Args:
+        caller: Name of the function, for errors.
+        smoothing, z_loss: The arguments.
+        of_smoothing: Type of the error for a smoothing that is out of range, PyTorch's being its own.
+    """
+    check_number(caller, "label_smoothing", smoothing, 0.0, 1.0, of_smoothing)
+    check_number(caller, "z_loss", z_loss, 0.0, LARGEST_FLOAT32)
 
 
 def check_arrays(library: Library, x: Any, target: Any, weight: Any) -> None:
