@@ -144,7 +144,7 @@ WRONG_NAMES = [
     ("sample", (X,), {"topK": 5}, "'topK': pass top_k=$"),
     ("sample", (X,), {"scale": 2.0}, "pass temperature=1/scale$"),
     ("route", (X, 2), {"norm_topk_prob": True}, "pass renormalize=$"),
-    ("route", (X,), {"top_k": 2}, "pass k=$"),
+    ("route", (X,), {"top_k": 2}, "pass k=$"), ("route", (X, 1), {"temperature": 2.0}, "'temperature': it takes log"),
     ("linear_token_loss", (HIDDEN, HEAD, TARGET, max), {"support": X}, "linear_token_logprobs takes support$"),
     ("linear_cross_entropy", (HIDDEN, HEAD, TARGET), {"mask": X}, "'mask': it takes input, linear_weight, target, "),
     ("topk_logprobs", (X, 2), {"largest": True}, "'largest': it takes logits, k, target, "),

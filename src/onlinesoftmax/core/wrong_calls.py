@@ -97,7 +97,9 @@ def _sentence(function: Any, package: str, error: str, args: tuple[Any, ...], kw
     wrong = [each for each in kwargs if each not in names]
     if not wrong:
         return f"{found}: call {name}({_called(signature)})"
-    advice = _pass(wrong[0], meant(wrong[0], names)) or _others(wrong[0], name, package)
+    # The scale of a routing multiplies weights, not logits.
+    known = [each for each in names if each != "scale" or "renormalize" not in names]
+    advice = _pass(wrong[0], meant(wrong[0], known)) or _others(wrong[0], name, package)
     return f"{found}: {advice or 'it takes ' + ', '.join(names)}"
 
 
