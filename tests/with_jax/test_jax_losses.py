@@ -156,6 +156,16 @@ def test_kernels_with_every_option_give_what_xla_gives(strategy: str) -> None:
     assert_leaves_close(ours, theirs, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradient_of_a_likely_class_of_probabilities_is_rounded_once(dtype: str) -> None:
+    """1 - p of a probability of 0.999 would be 0 in bfloat16, as in optax."""
+    x = jnp.zeros((1, 8), dtype).at[0, 0].set(9.2)
+    total = lambda x, labels: jnp.sum(osj.cross_entropy(x, labels).astype("float32"))  # noqa: E731  two uses
+    found = jax.grad(total)(x, jax.nn.one_hot(jnp.zeros(1, int), 8))
+    np.testing.assert_array_equal(found, jax.grad(total)(x, jnp.zeros(1, int)))
+    assert found[0, 0] < -0.0007
+
+
 def test_float64() -> None:
     with jax.enable_x64(True):
         x, target = logits(3, 70, dtype="float64"), jnp.asarray([0, 1 << 32, 69])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -206,17 +205,29 @@ def _of_weights(rows: Rows, weights: Array, numbers: Numbers) -> Array:
     The loss is sum(q) * log(l) - sum(q * (z - m)): scores that are all large do not cancel.  The state (m, l) changes
     in l alone, so m counts as a constant.
     """
-    found = results(rows, "logsumexp", EAGER)
-    m, l = found["m"], found["l"]
+    smoothing, z_loss = numbers["smoothing"], numbers["z_loss"]
+
+    def of_rows(x: Array, arrays: Values, weights: Array, classes: Array | None) -> tuple[Array, Array, Array]:
+        # The gradient of a class is the difference of two large numbers, which is rounded once.
+        wide = rows._replace(x=x.astype(accumulator(x)), arrays=arrays)
+        found = results(wide, "logsumexp", EAGER)
+        m, l = found["m"], found["l"]
+        return m, l, _weighted_sums(wide.x, arrays, weights, m, classes, options=rows.options, smoothing=smoothing)
+
+    # All but the state is computed again for the gradient, so that no array of the size of the logits is kept.
+    kept = jax.checkpoint(of_rows, policy=_is_state)
+    m, l, sums = kept(rows.x, rows.arrays, weights, _classes(rows) if smoothing else None)
     log_l = logsumexp_of(jnp.zeros_like(m), l)
     if rows.options.mask is not None:
         log_l = jnp.where(l == 0, 0, log_l)
-    # The sums are computed again for the gradient, so that no array of the size of the logits is kept.
-    smoothing, z_loss = numbers["smoothing"], numbers["z_loss"]
-    sums = jax.checkpoint(partial(_weighted_sums, options=rows.options, smoothing=smoothing))
-    total, of_scores = rows.sum(sums(rows.x, rows.arrays, weights, m, _classes(rows) if smoothing else None))
+    total, of_scores = rows.sum(sums)
     y = total * log_l - of_scores + (z_loss * (m + log_l) ** 2 if z_loss else 0)
     return loss_total.without_empty(rows.options, y, l)
+
+
+def _is_state(primitive: Any, *_: Any, **__: Any) -> bool:
+    """True for the state of rows, which `jax.checkpoint` keeps: that of whole rows, or of `autograd.run_shards`."""
+    return primitive in custom_op.PRIMITIVES.values() or primitive.name == "custom_jvp_call"
 
 
 def _classes(rows: Rows) -> Array:
