@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 _FIELDS = len(Parameters._fields)
 
-_PARAMETERS = "Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, bool first, SymInt? most"
+_PARAMETERS = "Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, bool first, SymInt? kept"
 """The fields of `Parameters` in a schema, in their order."""
 
 

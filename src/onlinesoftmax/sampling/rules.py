@@ -32,7 +32,7 @@ class Parameters(NamedTuple):
         top_p: Probability to keep, float64; all from 1 on.
         min_p: Smallest probability to keep, as a part of the largest, float64.
         first: True to keep, of the tokens that are equal at a threshold, those with the lowest ids; False for all.
-        most: The number of tokens that top_k keeps of each row; None where it differs, or keeps all.
+        kept: The number of tokens that top_k keeps of each row; None where it differs, or keeps all.
     """
 
     temperature: Array
@@ -40,7 +40,7 @@ class Parameters(NamedTuple):
     top_p: Array | None
     min_p: Array | None
     first: bool
-    most: int | None = None
+    kept: int | None = None
 
     # No property, which torch.compile of PyTorch 2.10 cannot trace.
     def is_filtered(self) -> bool:
@@ -53,12 +53,12 @@ class Parameters(NamedTuple):
 
     def listed(self, top: int) -> int | None:
         """Most tokens that are kept of a row, or listed as its `top` largest; None if that is not known."""
-        return None if self.most is None else max(self.most, top)
+        return None if self.kept is None else max(self.kept, top)
 
     def map(self, function: Callable[[Array], Array]) -> Parameters:
         """The parameters that a function makes of each of them."""
         k, p, least = (None if t is None else function(t) for t in (self.top_k, self.top_p, self.min_p))
-        return Parameters(function(self.temperature), k, p, least, self.first, self.most)
+        return Parameters(function(self.temperature), k, p, least, self.first, self.kept)
 
 
 class Logits(NamedTuple):
@@ -142,15 +142,15 @@ def checked_parameters(
     k = None if top_k is None else of_rows("top_k", top_k, "int64", -1, LARGEST_INT64)
     p = None if top_p is None else of_rows("top_p", top_p, "float64", 0.0, math.inf)
     least = None if min_p is None else of_rows("min_p", min_p, "float64", 0.0, 1.0)
-    most = top_k if is_number(top_k) and 0 < top_k < tokens else None
-    if is_number(top_k) and most is None:
+    kept = top_k if is_number(top_k) and 0 < top_k < tokens else None
+    if is_number(top_k) and kept is None:
         k = None
     if is_number(top_p) and top_p >= 1:
         p = None
     if is_number(min_p) and not min_p:
         least = None
     first = checked_choice(caller, "ties", ties, ("keep", "first")) == "first"
-    return Parameters(divisor, k, p, least, first, most)
+    return Parameters(divisor, k, p, least, first, kept)
 
 
 def checked_between(logits: Logits, argument: str, value: Any, whole: bool, low: float, high: float) -> Any:

@@ -157,7 +157,7 @@ def sample(rows: Rows, given: Parameters, seed: Any, offset: Any, raw: bool, top
         most: Most tokens of a row in the support; 0 for no support.
     """
     operands = {"x": _scores(rows.options, rows.x, rows.arrays), **given.tensors(), "seed": seed, "offset": offset}
-    found = _bind(_SAMPLE, operands, first=given.first, raw=raw, top=top, most=most, kept=given.most)
+    found = _bind(_SAMPLE, operands, first=given.first, raw=raw, top=top, most=most, kept=given.kept)
     tops: list[Any] = found[5:7] if top else [None, None]
     return Sampled(*[*found[:5], *tops, _support(found[-1], found[3]) if most else None])
 
@@ -242,7 +242,7 @@ def verify(target: Rows, drafts: Array, draft: Rows | None, given: Parameters, s
     operands = {"x": target.x, "drafts": drafts, "draft": None if draft is None else draft.x}
     tensors = given.tensors()
     operands |= {**tensors, "seed": seed, "offset": offset}
-    return Verified(*_bind(_VERIFY, operands, first=given.first, kept=given.most))
+    return Verified(*_bind(_VERIFY, operands, first=given.first, kept=given.kept))
 
 
 def _scores(options: ScoreOptions, x: Array, arrays: Mapping[str, Array]) -> Array:

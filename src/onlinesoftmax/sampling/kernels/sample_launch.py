@@ -34,7 +34,7 @@ def bind(scores: Tensor, rows: tuple[int, ...], parameters: Parameters, raw: boo
     Args:
         scores: Scores (rows, tokens) on a GPU: logits to which score options have been applied.
         rows: Shape of the results.
-        parameters: Those of a call; only which filters it has, and its `first` and `most`, count.
+        parameters: Those of a call; only which filters it has, and its `first` and `kept`, count.
         raw, top: As for `sample` in run.py.
     """
     if is_unfiltered(parameters.is_filtered(), top):
