@@ -201,7 +201,7 @@ __device__ inline void pass_together(
 }
 
 namespace rare {
-// The threshold of top_p among keys, of which those above have the mass `above`.
+// The threshold of top_p among `count` keys; the tokens above all of them have the mass `above`.
 __device__ __noinline__ uint64 threshold_of_many(
     const Row& row, Slice slice, uint64* keys, int count, uint64 above, uint64 goal
 ) {

@@ -34,7 +34,7 @@ __device__ inline unsigned bits_reached(unsigned own, int n, int bits) {
     return found;
 }
 
-// Sorts a list from its largest key on; it is filled up to a power of two, for which there must be room.
+// Sorts a list from its largest key on.  Behind it there must be room for as many zeros as it has keys, and for 160 at least.
 __device__ inline void sort(uint64* list, int count) {
     const int thread = threadIdx.x;
     const int bits = max(32 - __clz(max(count - 1, 0)), 5), size = 1 << bits;

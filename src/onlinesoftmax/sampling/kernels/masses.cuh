@@ -17,7 +17,8 @@ __device__ inline unsigned mantissa_of(float g) {
     return __float_as_uint(power) - 0x3f000000;
 }
 
-// The `bits` of shifted that give the mass of a score in the octave of the largest one: the whole part of x * rate.
+// The octave of a score is the whole part of its product with the rate.  These are the `bits` of shifted that give the mass
+// of a score in the octave of the largest one.
 constexpr int RIGHT = 32 - (MASS_BITS - FRACTION_BITS);
 
 // The sum of WHOLE and a number y up to NEAR is a whole number in float32: its bits, less those of WHOLE, are a rounded y.
@@ -25,12 +26,13 @@ constexpr float WHOLE = 12582912.0f, NEAR = 2097152.0f;   // 1.5 * 2^23, 2^21
 // x * rate + WHOLE, rounded down.
 __device__ inline float plus_whole(float x, float rate) { return __fmaf_rd(x, rate, WHOLE); }
 
-// Functions for rare rows.  The assembler sorts functions by name, and these names come last (docs/sampling_kernels.md).
+// Functions that most calls do not need.  The assembler sorts functions by name, and these come last, because code near the
+// beginning of a kernel arrives sooner (docs/sampling_kernels.md).
 namespace rare {
 // The octave of a score, in float64, which holds the product.
 __device__ inline double octave_of(float x, float rate) { return floor(double(x) * rate); }
 
-// The mass of a score for which one of both products is no float32 number of the size of NEAR; 0 for NaN.
+// The mass of a score where its product with the rate, or that of the largest, is not below NEAR; 0 for NaN.
 __device__ __noinline__ uint64 mass_of_far(float x, float m, float rate) {
     const double y = double(x) * rate, octave = octave_of(x, rate), octaves = x == m ? 0 : octave_of(m, rate) - octave;
     const double fraction = fabs(y) < INF ? rounded((y - octave) * (1 << FRACTION_BITS)) : 0;
@@ -48,7 +50,7 @@ __device__ inline uint64 mass_of(float x, float m, float rate) {
     return shifted(mantissa, RIGHT + (__float_as_uint(plus_whole(m, rate)) - __float_as_uint(y)));
 }
 
-// A mass over that of the largest token: of this one alone it is 1.
+// A mass, over the mass of the largest token.
 __device__ inline double over_largest(uint64 mass, float m, float rate) {
     return double(int64(mass)) / double(int64(mass_of(m, m, rate)));
 }

@@ -18,8 +18,8 @@ struct Generator {
     }
 };
 
-// Its four words for four adjacent tokens; a stream is one use of the noise.  With `BRIEF`, few instructions: where it runs
-// once, these take longer to come from memory than to run.
+// Its four words for four adjacent tokens; a stream is one use of the noise.  `BRIEF` is for callers that draw once: its rounds
+// are a loop, because instructions take longer to come from memory than to run.
 struct Words { unsigned of[4]; };
 template <bool BRIEF = false>
 __device__ inline Words philox(unsigned block, uint64 offset, uint64 seed, unsigned stream = 0) {

@@ -28,7 +28,7 @@ struct Sampling {
     }
 };
 
-// The parameters of a row, as they are given.
+// The parameters of a row, as they are given: loaded by the threads that prepare the row.
 struct Given {
     float temperature;
     int64 k;
@@ -36,12 +36,13 @@ struct Given {
     uint64 seed, offset;
 
     __device__ inline void load(const Sampling& p, int64 row) {
-        const int64 at = p.each == 1 ? row : unsigned(row) / unsigned(p.each);   // the row takes the offset alone
+        const int64 at = p.each == 1 ? row : unsigned(row) / unsigned(p.each);
         temperature = p.temperature ? p.temperature[at] : __int_as_float(int(p.temperature_bits));
         k = p.of_row<int64, int>(p.top_k, at, 1, p.top_k_number);
         top_p = p.of_row<double, float>(p.top_p, at, 2, p.top_p_number);
         min_p = p.of_row<double, float>(p.min_p, at, 4, p.min_p_number);
         seed = p.seed ? p.seed[at] : p.seed_number;
+        // Only the offset depends on the row's place among those with the same parameters.
         offset = (p.offset ? p.offset[at] : p.offset_number) + row - at * p.each;
     }
 };
@@ -59,7 +60,7 @@ __device__ inline void prepare(const Sampling& p, const Given& given, Row& row) 
     row.fits = wanted <= MOST_CANDIDATES, row.wanted = row.fits ? int(wanted) : 0;
 }
 
-// Computes the numbers that depend on a division or a logarithm, and so take long, in warps beside that of `prepare`.
+// These two compute what depends on a division or a logarithm, and so takes long, in two warps beside that of `prepare`.
 __device__ inline void prepare_rate(const Given& given, Row& row) {
     const double divisor = given.temperature > 0 && given.temperature < INF ? given.temperature : 1;
     row.rate = fmin(float(LOG2_E / divisor), LARGEST_FLOAT32), row.inverse = 1 / divisor;

@@ -185,7 +185,7 @@ __device__ inline void first_pass(
     if (!counts) inbox.send(slice, list, board->count);
     Masses above{score_of_word(board->peak), 0};
     if (counts && warp == 0) {
-        // The first bin is for all scores above, which are few.
+        // The first bin has no upper edge, so its few tokens are added one by one.
 #pragma unroll 1
         for (unsigned i = lane; i < min(board->counts[0], unsigned(MOST_ABOVE)); i += 32)
             above.sum += power_of_two((score_of(spread.above[i]) - above.peak) * row.rate);
@@ -255,7 +255,7 @@ __device__ inline void choose_from_lists(
 }
 
 namespace rare {
-// The same in a kernel whose rows have a top_k of their own, or none.
+// The same out of line, for a kernel that mostly adds masses: only its rows with a top_k, or greedy ones, need it.
 __device__ __noinline__ void choose_apart(
     const Row& row, Slice slice, const Seen& seen, bool raw, uint64* list, Board* board, Result& result
 ) {

@@ -29,7 +29,8 @@ struct Tiles {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) slice.fetch(next[i], tile + chunk(i));
     }
-    // Copies the slice, and -inf to the end of its last tile.  wait_groups(1) waits for the first tile, wait_groups(0) for all.
+    // Copies the slice, and -inf to the end of its last tile.  Of the thread's chunks, wait_groups(1) waits for
+    // that of the first tile, wait_groups(0) for all.
     __device__ static inline void copy(const Slice& slice) {
         const int last = slice.count - VECTOR;
         int i = chunk(0);
