@@ -114,7 +114,6 @@ __device__ inline void count_above(unsigned& number, unsigned& listed, float x, 
 // that the L2 cache does not hold, these are still there.
 __device__ __noinline__ OwnSums sum_masses(const Row& row, Slice slice, Window window, uint64* between, Board* board) {
     const float rate = row.rate;
-    // These, less the bits of WHOLE plus the octave of a score, are the places that its mantissa is shifted right.
     const unsigned right = RIGHT + __float_as_uint(plus_whole(row.m, rate));
     uint64 total = 0, of_above = 0, of_between = 0;
     unsigned number = 0, most = 0, least = 0;
@@ -127,10 +126,8 @@ __device__ __noinline__ OwnSums sum_masses(const Row& row, Slice slice, Window w
         unsigned listed = 0;
 #pragma unroll
         for (int i = 0; i < OWN_TOKENS; ++i) {
-            // The mass, as mass_of computes it.  A sum far below WHOLE has bits that differ so much that it is 0.
-            const float x = tiles.score(i), y = plus_whole(x, rate);
-            const unsigned mantissa = mantissa_of(fma(x, rate, (WHOLE + 1) - y));
-            const uint64 mass = shifted(mantissa, right - __float_as_uint(y));
+            const float x = tiles.score(i);
+            const uint64 mass = mass_of_near(x, rate, right);
             total += mass, of_above += x >= window.high ? mass : 0;
             count_above(number, listed, x, window, 1u << i);
         }

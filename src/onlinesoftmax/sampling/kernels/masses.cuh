@@ -41,13 +41,19 @@ __device__ __noinline__ uint64 mass_of_far(float x, float m, float rate) {
 }
 }
 
-// The mass of a score in a row with the largest score m.
-__device__ inline uint64 mass_of(float x, float m, float rate) {
-    if (!(fabs(x * rate) < NEAR && fabs(m * rate) < NEAR)) return rare::mass_of_far(x, m, rate);
+// The mass of a score whose product with the rate is below NEAR; `right` is RIGHT plus the bits of plus_whole(m, rate).
+__device__ inline uint64 mass_of_near(float x, float rate, unsigned right) {
     const float y = plus_whole(x, rate);
     // The sum is from 1 to 2, both included, where float32 numbers are multiples of 2^-23.
     const unsigned mantissa = mantissa_of(fma(x, rate, (WHOLE + 1) - y));
-    return shifted(mantissa, RIGHT + (__float_as_uint(plus_whole(m, rate)) - __float_as_uint(y)));
+    // A sum far below WHOLE has bits that differ so much that the mass is 0.
+    return shifted(mantissa, right - __float_as_uint(y));
+}
+
+// The mass of a score in a row with the largest score m.
+__device__ inline uint64 mass_of(float x, float m, float rate) {
+    if (!(fabs(x * rate) < NEAR && fabs(m * rate) < NEAR)) return rare::mass_of_far(x, m, rate);
+    return mass_of_near(x, rate, RIGHT + __float_as_uint(plus_whole(m, rate)));
 }
 
 // A mass, over the mass of the largest token.

@@ -8,7 +8,7 @@
 struct Masses {
     float peak, sum;
 
-    // As a word, which is never 0; of_word takes 0 for no token.
+    // Both in one word, which is never 0; of_word takes 0 for no token.
     __device__ inline uint64 word() const { return uint64(word_of(peak)) << 32 | __float_as_uint(sum); }
     __device__ static inline Masses of_word(uint64 word) {
         return {word ? score_of_word(unsigned(word >> 32)) : -INF, __uint_as_float(unsigned(word))};
