@@ -48,13 +48,13 @@ def test_many_tokens() -> None:
 
 def test_a_number_as_top_k_has_the_kernel_that_it_has_in_pytorch() -> None:
     x = jnp.zeros((3, 40))
-    for k, kept in ((7, 7), (40, None), (jnp.array([7, 8, 9]), None)):
+    for k, listed in ((7, 7), (40, None), (jnp.array([7, 8, 9]), None)):
         program = jax.make_jaxpr(partial(osj.sample, 0, top_k=k))(x)
-        assert [e.params["call"].kept for e in program.eqns if "call" in e.params] == [kept]
+        assert [e.params["call"].listed for e in program.eqns if "call" in e.params] == [listed]
     device = known("h100")
-    for kept, threads in ((None, 512), (50, 256), (500, 512)):
+    for listed, threads in ((None, 512), (50, 256), (500, 512)):
         operands = {"x": jax.ShapeDtypeStruct((1024, 128256), "float32"), "top_k": jax.ShapeDtypeStruct((), "int32")}
-        plan, _ = kernels.sample(False, False, 0, 0, kept, device, operands)
+        plan, _ = kernels.sample(False, False, 0, 0, listed, device, operands)
         assert plan == f"sample.cuh, 1 x {threads} threads for a row"
 
 

@@ -21,7 +21,7 @@ from ..signature import Values
 
 
 def sample(
-    first: bool, raw: bool, top: int, most: int, kept: int | None, device: Device, operands: Values
+    first: bool, raw: bool, top: int, most: int, listed: int | None, device: Device, operands: Values
 ) -> Planned:  # fmt: skip
     """The kernel of a call of `sample` and a function that runs it, or why no kernel takes the operands.
 
@@ -30,31 +30,31 @@ def sample(
         raw: True for log-probabilities of the scores as they are.
         top: Number of the largest log-probabilities to return.
         most: Most tokens of a row in the support; 0 for no support.
-        kept: The number of tokens that top_k keeps of each row; None where it differs, or keeps all.
+        listed: As Parameters.listed.
         device: The GPU.
         operands: Arrays by name.
     """
     *shape, cols = operands["x"].shape
-    rows, dtype, aligned, listed = math.prod(shape), *_layout(operands["x"]), max(top, most)
+    rows, dtype, aligned, wanted = math.prod(shape), *_layout(operands["x"]), max(top, most)
     if reason := refusal(dtype, rows, device):
         return reason
     filters = bool({"top_k", "top_p", "min_p"} & operands.keys())
     numbers: tuple[int, ...]
-    if is_unfiltered(filters, listed):
+    if is_unfiltered(filters, wanted):
         of_all = unfiltered.shape_of(rows, cols, dtype, aligned, raw, device)
         numbers, file = (*_sizes(cols, of_all.cluster), 0, 0, 0), "unfiltered.cuh"
         launch = unfiltered.KERNEL.launch(of_all, numbers, rows, of_all.dynamic_bytes)
     else:
-        found = source.shape_of(rows, cols, dtype, aligned, device, None if kept is None else max(kept, listed))
-        if listed > source.MOST_TOP:
+        found = source.shape_of(rows, cols, dtype, aligned, device, listed)
+        if wanted > source.MOST_TOP:
             return lists_at_most(source.MOST_TOP)
         if found is None:
             return needs_more_memory(device)
-        numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), listed, *source.ABSENT), "sample.cuh"
+        numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), wanted, *source.ABSENT), "sample.cuh"
         launch = source.KERNEL.launch(found, numbers, rows, found.dynamic_bytes)
     results = _types((rows,), **_OF_ROWS)
-    if listed:
-        results |= _types((rows, listed), top_tokens="int64", top_logprobs="float32")
+    if wanted:
+        results |= _types((rows, wanted), top_tokens="int64", top_logprobs="float32")
     return _plan(file, launch), partial(_sampled, launch, device, operands, results, top, most)
 
 
@@ -97,7 +97,7 @@ def topk_logprobs(k: int, device: Device, operands: Values) -> Planned:
     return _plan("topk.cuh", launch), run
 
 
-def verify(first: bool, kept: int | None, device: Device, operands: Values) -> Planned:
+def verify(first: bool, listed: int | None, device: Device, operands: Values) -> Planned:
     """The kernels of a call of `verify` and a function that runs them, or why no kernels take it.
 
     Like verify_launch.py, the function lets sample.cuh read the positions of each model before verify.cuh decides.
@@ -107,7 +107,7 @@ def verify(first: bool, kept: int | None, device: Device, operands: Values) -> P
     models = [operands[name] for name in ("x", "draft") if name in operands]
     common = jnp.result_type(*models)
     models = [x.astype(common) for x in models]
-    shapes = verification.shapes_of(rows, n, cols, (*_layout(models[0]), len(models) == 2), device, kept)
+    shapes = verification.shapes_of(rows, n, cols, (*_layout(models[0]), len(models) == 2), device, listed)
     if isinstance(shapes, str):
         return shapes
     launches = []

@@ -56,7 +56,7 @@ class Call(NamedTuple):
         words: Name and dtype of each operand that is an array of pairs of 32-bit words.
         first, raw, top: As for the formulas; for `topk_logprobs`, top is k.
         most: Most tokens of a row in the support; 0 for no support.
-        kept: The number of tokens that top_k keeps of each row; None where it differs, or keeps all.
+        listed: Most tokens of a row that a kernel lists, as Parameters.listed.
     """
 
     function: Function
@@ -65,7 +65,7 @@ class Call(NamedTuple):
     raw: bool = False
     top: int = 0
     most: int = 0
-    kept: int | None = None
+    listed: int | None = None
 
 
 def _sample(call: Call, operands: Values) -> list[Array]:
@@ -132,7 +132,7 @@ _PRIMITIVE = wide.primitive("sampling", _lowered)
 
 _SAMPLE = Function("sample", _sample, lambda call: partial(kernels.sample, *call[2:]))
 _TOPK = Function("topk_logprobs", _topk, lambda call: partial(kernels.topk_logprobs, call.top))
-_VERIFY = Function("verify", _verify, lambda call: partial(kernels.verify, call.first, call.kept))
+_VERIFY = Function("verify", _verify, lambda call: partial(kernels.verify, call.first, call.listed))
 
 
 def _bind(function: Function, operands: Mapping[str, Array | Words | None], **numbers: Any) -> list[Array]:
@@ -157,7 +157,8 @@ def sample(rows: Rows, given: Parameters, seed: Any, offset: Any, raw: bool, top
         most: Most tokens of a row in the support; 0 for no support.
     """
     operands = {"x": _scores(rows.options, rows.x, rows.arrays), **given.tensors(), "seed": seed, "offset": offset}
-    found = _bind(_SAMPLE, operands, first=given.first, raw=raw, top=top, most=most, kept=given.kept)
+    listed = given.listed(max(top, most))
+    found = _bind(_SAMPLE, operands, first=given.first, raw=raw, top=top, most=most, listed=listed)
     tops: list[Any] = found[5:7] if top else [None, None]
     return Sampled(*[*found[:5], *tops, _support(found[-1], found[3]) if most else None])
 
@@ -242,7 +243,7 @@ def verify(target: Rows, drafts: Array, draft: Rows | None, given: Parameters, s
     operands = {"x": target.x, "drafts": drafts, "draft": None if draft is None else draft.x}
     tensors = given.tensors()
     operands |= {**tensors, "seed": seed, "offset": offset}
-    return Verified(*_bind(_VERIFY, operands, first=given.first, kept=given.kept))
+    return Verified(*_bind(_VERIFY, operands, first=given.first, listed=given.listed(1)))
 
 
 def _scores(options: ScoreOptions, x: Array, arrays: Mapping[str, Array]) -> Array:
