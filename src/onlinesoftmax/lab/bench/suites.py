@@ -36,7 +36,7 @@ OF_ROWS = ("op", "fused", "with_gradient", "reduction", "backend", "strategy", "
 """Options of the command line that suites of heads and of tokens have no use for."""
 
 OF_HEADS: Any = {"dtypes": ("bfloat16",), "repeat_ms": 300, "measures": "head time", "excluded": OF_ROWS}
-"""What suites of heads have in common."""
+"""Settings that suites of heads share."""
 
 FEW_HEADS = (256, 16, 1000), (100, 24, 1003)
 """Tokens, hidden and classes of heads that are small enough for a CPU."""

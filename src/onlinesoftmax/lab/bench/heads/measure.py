@@ -66,7 +66,7 @@ def bare_products(x: Any, weight: Any) -> tuple[Call, Call]:
 
 
 def begin(case: HeadCase, device: Any) -> Begun:
-    """As `Kind.begin`."""
+    """Make the tensors of a case, for `Kind`."""
     inputs = make_head(case, device)
     sample = sample_of(case, *inputs)
     allowed = errors(sample, TorchHead(device.type).prepare(case)(*inputs))

@@ -106,7 +106,7 @@ def make_batch(case: StepCase, decoder: Any, device: Any) -> Batch:
 
 
 def begin(case: StepCase, device: Any) -> Begun:
-    """As `Kind.begin`."""
+    """Make the tensors of a case, for `Kind`."""
     # Otherwise the cases add up to the limit of recompilations, and later ones run without being compiled.
     torch._dynamo.reset()
     decoder = make_decoder(case, device)

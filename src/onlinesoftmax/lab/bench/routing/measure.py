@@ -42,7 +42,7 @@ def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:
 
 
 def begin(case: RouteCase, device: Any) -> Begun:
-    """As `Kind.begin`."""
+    """Make the tensors of a case, for `Kind`."""
     inputs = make_logits(case, device)
     x = inputs[0].detach()
     long = x.view(-1, LONG) if x.numel() % LONG == 0 else x

@@ -31,7 +31,7 @@ def lacks(case: DecodeCase, device: Any) -> str | None:
 
 
 def begin(case: DecodeCase, device: Any) -> Begun:
-    """As `Kind.begin`.  Every step reads the same tokens at the same place."""
+    """Make the tensors of a case, for `Kind`.  Every step reads the same tokens at the same place."""
     decode = make_decoder(case, device)
     logits = decode()  # all calls write this tensor, which the ways read
 

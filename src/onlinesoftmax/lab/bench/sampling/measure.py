@@ -72,7 +72,7 @@ def make_inputs(case: TokenCase, device: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def begin(case: TokenCase, device: Any) -> Begun:
-    """As `Kind.begin`."""
+    """Make the tensors of a case, for `Kind`."""
     rows, inputs = make_inputs(case, device)
     return beside_one_read(lambda peer: checked(case, peer, *inputs), rows)
 
