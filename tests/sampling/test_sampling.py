@@ -307,6 +307,13 @@ def test_without_a_seed_the_generator_decides() -> None:
     assert len(a.unique()) > 30
     one, other = (osm.sample(z, generator=torch.Generator().manual_seed(8)).token for _ in range(2))
     assert torch.equal(one, other)
+    # Greedy rows need no seed, and none is drawn.
+    state = torch.get_rng_state()
+    osm.sample(z, temperature=0)
+    osm.verify(z[:2].expand(4, 2, 50), torch.zeros(4, 1, dtype=torch.int64), temperature=0.0)
+    assert torch.equal(state, torch.get_rng_state())
+    osm.sample(z, temperature=torch.zeros(100))
+    assert not torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,8 @@ def sample(
         top_k: Number of tokens to keep; None, 0, -1 or too many for all.
         top_p: Part of the probability to keep, at least one token; None, or 1 and more, for all.
         min_p: Smallest probability to keep, as a part of the largest, from 0 to 1; None or 0 for all.
-        seed: Integer from 0 to 2^63 - 1.  None draws one for each row from `generator`.
+        seed: Integer from 0 to 2^63 - 1.  None draws one for each row from `generator`, unless the temperature is the
+            number 0: then nothing is random.
         offset: Position in the random stream of the seed, such as the position of the token in the text.
         generator: Generator of PyTorch, on the device of the logits; by default that of the device.  For a NumPy array,
             a numpy.random.Generator; by default a new one.
@@ -89,6 +90,8 @@ def sample(
         >>> found.token, found.kept
         (tensor([1, 0]), tensor([2, 1]))
     """
+    if seed is None and generator is None and _is_zero(temperature):
+        seed = 0
     if is_dtensor(type(logits)):
         given = {
             "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed, "offset": offset,
@@ -208,7 +211,8 @@ def verify(
         top_p: Part of the probability to keep, a number or one for each row of drafts; None, or 1 and more, for all.
         min_p: Smallest probability to keep, as a part of the largest, a number or one for each row of drafts; None or 0
             for all.
-        seed: Integer from 0 to 2^63 - 1, or one for each row of drafts.  None draws one for each row from `generator`.
+        seed: Integer from 0 to 2^63 - 1, or one for each row of drafts.  None draws one for each row from `generator`,
+            unless the temperature is the number 0.
         offset: Position of the first draft of a row in the random stream of its seed, a number or one for each row of
             drafts; each later draft has the next position.
         generator: Generator of PyTorch, on the device of the logits, or a numpy.random.Generator for NumPy arrays; by
@@ -234,6 +238,8 @@ def verify(
     """
     others: tuple[Any, ...] = (draft_tokens,) if draft_logits is None else (draft_tokens, draft_logits)
     filters, called = (top_k, top_p, min_p), ("verify", ties, len(others))
+    if seed is None and generator is None and _is_zero(temperature):
+        seed = 0
     if generator is None and _PREPARED:
         _, call = _PREPARED[0].look_up_call(target_logits, temperature, seed, offset, filters, called, *others)
         if call is not None:
@@ -255,6 +261,11 @@ def verify(
         if prepared.prepare_verify(rows, draft_tokens, draft, operands, filters, given, called) and not _PREPARED:
             _PREPARED.append(prepared)
     return found
+
+
+def _is_zero(temperature: Any) -> bool:
+    """True where all rows are greedy, so that no seed has to be drawn: that is a kernel of its own."""
+    return type(temperature) in (int, float) and temperature == 0
 
 
 _PREPARED: list[Any] = []
