@@ -265,6 +265,9 @@ def test_few_rows_have_many_blocks() -> None:
     assert cut(4, 128256, hopper)[0] == 16
     assert cut(5, 128256, hopper)[0] == cut(1, 128256, replace(hopper, multiprocessors=78))[0] == 8
     assert cut(8, 128256, hopper) == (8, 512, 1, 4)
+    # An H100 has places for 30 clusters of 4, and more than that share multiprocessors.
+    assert cut(29, 128256, hopper) == (4, 512, 1, 0)
+    assert cut(32, 128256, hopper) == (4, 512, 2, 0)
     assert cut(64, 128256, hopper) == (2, 512, 1, 0)
     assert cut(1024, 128256, hopper) == (1, 512, 2, 0)
     assert cut(1024, 128256, hopper, listed=128) == (1, 256, 4, 0)

@@ -121,6 +121,8 @@ def test_few_rows_have_many_blocks() -> None:
 
     assert shape(1, 128256, hopper).cluster > shape(64, 128256, hopper).cluster > shape(512, 128256, hopper).cluster
     assert shape(1, 1 << 20, ampere).cluster == 1
+    # An H100 has places for 14 clusters of 8 and 30 of 4.
+    assert [shape(rows, 128256, hopper).cluster for rows in (14, 16, 29, 32)] == [8, 4, 4, 2]
     assert shape(1000, 300, hopper).threads < shape(1000, 128256, hopper).threads
     assert topk.shape_of(1, 100, 20, "bfloat16", True, False, replace(hopper, shared_memory=16 << 10)) is None
 

@@ -121,6 +121,7 @@ def test_few_rows_use_many_multiprocessors_and_short_rows_few_threads() -> None:
             assert shape.cluster <= most
             assert rows * shape.cluster <= max(rows, device.multiprocessors)
             assert shape.threads <= max(length // 8, 64)
+    assert [unfiltered.shape_of(n, 128256, "float32", True, False, hopper).cluster for n in (4, 8, 32)] == [16, 8, 4]
 
 
 def test_gpus_without_the_instructions_have_no_kernel() -> None:

@@ -47,6 +47,15 @@ class Device:
         """Name of the machine code, such as `sm_90`."""
         return "sm_{}{}".format(*self.compute_capability)
 
+    def cluster_places(self, blocks: int, resident: int = 1) -> int:
+        """Clusters of so many blocks that run at the same time, with `resident` blocks on a multiprocessor.
+
+        A cluster lies in one part of the GPU, and the parts have different numbers of multiprocessors: an H100 of 132
+        has places for 30 clusters of 4, and for 7 of 16, and the parts of another H100 may differ.
+        """
+        usable = 1 if blocks <= 2 else 0.9
+        return max(int(usable * self.multiprocessors * resident) // blocks, 1)
+
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _GUIDE = "CUDA Programming Guide, technical specifications per compute capability"

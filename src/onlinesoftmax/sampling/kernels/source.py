@@ -120,9 +120,14 @@ class Shape(NamedTuple):
         return list_bytes(self.threads, self.lists) + self.tiles * TOKENS * self.threads * ITEMSIZE[self.dtype]
 
 
-def most_blocks(device: Device) -> int:
-    """Most blocks of a cluster; 1 where there are no clusters."""
-    return 16 if device.compute_capability[0] == 9 else 8 if device.compute_capability >= (9, 0) else 1
+def most_blocks(device: Device, rows: int) -> int:
+    """Most blocks of a cluster; 1 where there are no clusters.
+
+    Only some parts of a device have 16 multiprocessors, so a cluster of 16 is for few rows.
+    """
+    if device.compute_capability[0] == 9 and max(2 * rows, 8) * 16 <= device.multiprocessors:
+        return 16
+    return 8 if device.compute_capability >= (9, 0) else 1
 
 
 def slice_of(cols: int, cluster: int) -> int:
@@ -161,7 +166,7 @@ def shape_of(
         device: Where the kernel is to run.
         listed: As Parameters.listed.
     """
-    most = most_blocks(device)
+    most = most_blocks(device, rows)
     # Two rows of each multiprocessor fit with long lists, so short ones would gain nothing.
     short = listed is not None and listed <= SHORT.most and rows > 2 * device.multiprocessors
     lists, sizes = (SHORT, _THREADS_WITH_SHORT_LISTS) if short else (LONG, _THREADS)
@@ -170,21 +175,18 @@ def shape_of(
         return None
     best, resident, least = None, 1, math.inf
     for cluster in (1, 2, 4, 8, 16):
-        # A device has up to 8 parts, and only those with 16 multiprocessors have a place for a cluster of 16.
-        if cluster > most or (cluster == 16 and max(2 * rows, 8) * cluster > device.multiprocessors):
+        if cluster > most:
             break
         # The system takes 1 KB of shared memory for each block.
         together = (device.shared_memory + 1024) // (list_bytes(threads, lists) + declared_bytes(cluster) + 1024)
         blocks = min(RESIDENT_THREADS // threads, together)
-        # An H100 has places for 264 blocks, but only 62 clusters of 4: each lies in a part of the device.
-        places = int(blocks * device.multiprocessors * (1 if cluster <= 2 else 0.9)) // cluster
         # The clusters take turns.  Each has work that does not depend on its tokens.
-        cost = -(-rows // max(places, 1)) * (slice_of(cols, cluster) + OVERHEAD)
+        cost = -(-rows // device.cluster_places(cluster, blocks)) * (slice_of(cols, cluster) + OVERHEAD)
         if cost < least and rows * cluster < 1 << 31:
             best, resident, least = cluster, blocks, cost
     if best is None:
         return None
-    if rows * best > device.multiprocessors:
+    if rows > device.cluster_places(best):
         return Shape(dtype, best, threads, resident, aligned, 0, lists, listed is None)
     # A block that has a multiprocessor to itself takes more registers, and the rest of its shared memory.
     tiles = -(-slice_of(cols, best) // (TOKENS * threads))

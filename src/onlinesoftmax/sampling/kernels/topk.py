@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ...core.device import Device
 from ...kernels.cuda.arguments import OwnKernel
 from .prefetch import STAGES, TOKENS, prefetch_bytes
-from .source import constants_of, slice_of
+from .source import constants_of, most_blocks, slice_of
 
 FILES = (
     "row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words",
@@ -78,8 +78,8 @@ def shape_of(rows: int, cols: int, k: int, dtype: str, aligned: bool, target: bo
         dtype, aligned, target: As in Shape.
         device: Where the kernel is to run.
     """
-    cluster, most_blocks = 1, 8 if device.compute_capability >= (9, 0) else 1
-    while cluster < most_blocks and 2 * rows * cluster <= device.multiprocessors and cols > 4096 * cluster:
+    cluster, most = 1, min(most_blocks(device, rows), 8)
+    while cluster < most and rows <= device.cluster_places(2 * cluster) and cols > 4096 * cluster:
         cluster *= 2
     # With 256 threads, a multiprocessor has twice as many rows, of which one is read while another one is sorted: 67
     # microseconds for 81 at 512 x 128256 bfloat16 and k = 20 on an H100.  A long list is cut faster by more threads.

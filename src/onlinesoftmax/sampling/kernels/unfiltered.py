@@ -63,8 +63,8 @@ def shape_of(rows: int, cols: int, dtype: str, aligned: bool, raw: bool, device:
     A block takes some microseconds, however few tokens it has: with 4 blocks of a row, of which a multiprocessor gets
     two, 64 x 128256 float32 takes 8 microseconds more than with 2 on an H100.
     """
-    cluster = 1
-    while cluster < most_blocks(device) and 2 * rows * cluster <= device.multiprocessors and cols > 4096 * cluster:
+    cluster, most = 1, most_blocks(device, rows)
+    while cluster < most and 2 * rows * cluster <= device.multiprocessors and cols > 4096 * cluster:
         cluster *= 2
     threads = MOST_THREADS if rows <= 2 * device.multiprocessors else THREADS_OF_MANY_ROWS
     while threads > 64 and slice_of(cols, cluster) <= TOKENS * threads // 2:
