@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -146,6 +147,7 @@ def extra_bytes(call: Callable[[], Any], device: Any) -> int | None:
     """
     if device.type != "cuda":
         return None
+    gc.collect()  # tensors of others that are freed during the call would lower the number
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
