@@ -71,6 +71,9 @@ def _prepare(device: str | None) -> tuple[str, bool]:
     if where == "cpu" and "triton" not in sys.modules:
         # Triton reads the variable when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"
+    if where == "cpu":
+        # XLA takes longer to optimize the interpreted Pallas kernels than they take to run.
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     from ..kernels import registry
 
     interpreted = registry.module_missing("triton", "triton") is None and registry.load("triton").interpreted()
