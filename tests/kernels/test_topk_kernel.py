@@ -125,6 +125,10 @@ def test_few_rows_have_many_blocks() -> None:
     assert [shape(rows, 128256, hopper).cluster for rows in (14, 16, 29, 32)] == [8, 4, 4, 2]
     assert shape(1000, 300, hopper).threads < shape(1000, 128256, hopper).threads
     assert topk.shape_of(1, 100, 20, "bfloat16", True, False, replace(hopper, shared_memory=16 << 10)) is None
+    # 512 threads would need more shared memory.
+    less = topk.shape_of(64, 128256, 20, "float32", True, False, KNOWN["l4"])
+    assert less is not None
+    assert less.threads == 256
 
 
 def same(got: osm.sampling.TopLogprobs, want: osm.sampling.TopLogprobs) -> None:

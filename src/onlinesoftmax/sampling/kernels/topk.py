@@ -24,7 +24,7 @@ MOST = 1024
 """Most tokens of a list."""
 
 FEW = 128
-"""Most tokens of the lists of kernels that take less shared memory."""
+"""Largest k of the kernels with short lists, which take less shared memory."""
 
 AT_ONCE = 4
 """Keys that each thread adds to a list before it is cut."""
@@ -33,10 +33,10 @@ SPARE = 32
 """Keys that a cut list may have beyond nine eighths of the wanted number."""
 
 RESIDENT_THREADS = 1024
-"""Threads of a multiprocessor that registers and shared memory have to suffice for."""
+"""Threads that a multiprocessor's registers have to suffice for."""
 
 STATIC_BYTES = 20_480
-"""More than the bytes of shared memory that the kernel declares."""
+"""Upper bound of the shared memory that the kernel declares."""
 
 
 class Shape(NamedTuple):
@@ -86,8 +86,11 @@ def shape_of(rows: int, cols: int, k: int, dtype: str, aligned: bool, target: bo
     threads = 256 if k <= FEW and rows * cluster > 2 * device.multiprocessors else 512
     while threads > 128 and slice_of(cols, cluster) <= TOKENS * threads // 2:
         threads //= 2
-    shape = Shape(dtype, cluster, threads, aligned, target, FEW if k <= FEW else MOST)
-    return shape if shape.dynamic_bytes + STATIC_BYTES <= device.shared_memory else None
+    for fewer in (threads, threads // 2):
+        shape = Shape(dtype, cluster, fewer, aligned, target, FEW if k <= FEW else MOST)
+        if shape.dynamic_bytes + STATIC_BYTES <= device.shared_memory:
+            return shape
+    return None
 
 
 def prologue(shape: Shape) -> str:
