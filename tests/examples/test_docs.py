@@ -68,37 +68,23 @@ def installed_compilers() -> dict[str, str | None]:
     return {"NVRTC": nvrtc_version() if importlib.util.find_spec("cuda") else None, "Triton": triton}
 
 
-STRATEGIES = [f"strategies/{path.stem}" for path in sorted((DOCS / "strategies").glob("*.md"))]
+OTHERWISE = {"distributed", "sharded_heads", "troubleshooting"}
+"""Pages whose code is not run here: it is for several processes, or switches on logs."""
+
+WITH_CODE = [
+    str(path.relative_to(DOCS).with_suffix(""))
+    for path in sorted(DOCS.rglob("*.md")) if PYTHON.search(path.read_text(encoding="utf-8"))
+]  # fmt: skip
+
+MARKS = {
+    # PyTorch's exporter calls deprecated functions of PyTorch.
+    "onnx": pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning"),
+    "jax": pytest.mark.early,
+}
 
 
 @pytest.mark.parametrize(
-    "page",
-    [
-        "index",
-        "start",
-        "moving",
-        "tour",
-        "state",
-        "strategies",
-        *STRATEGIES,
-        "numerics",
-        "losses",
-        "linear",
-        "models",
-        "training",
-        "reinforcement",
-        "attention",
-        "files",
-        "export",
-        # PyTorch's exporter calls deprecated functions of PyTorch.
-        pytest.param("onnx", marks=pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")),
-        "sampling",
-        "routing",
-        pytest.param("jax", marks=pytest.mark.early),
-        "plans",
-        "compiler",
-        "backend",
-    ],
+    "page", [pytest.param(page, marks=MARKS.get(page, ())) for page in WITH_CODE if page not in OTHERWISE]
 )
 def test_python_prints_the_output_shown(page: str) -> None:
     for needed in NEEDED.get(page, "torch").split():
