@@ -48,10 +48,10 @@ class Device:
         return "sm_{}{}".format(*self.compute_capability)
 
     def cluster_places(self, blocks: int, resident: int = 1) -> int:
-        """Clusters of so many blocks that run at the same time, with `resident` blocks on a multiprocessor.
+        """About how many clusters, groups of `blocks` blocks, run at once with `resident` blocks on a multiprocessor.
 
-        A cluster lies in one part of the GPU, and the parts have different numbers of multiprocessors: an H100 of 132
-        has places for 30 clusters of 4, and for 7 of 16, and the parts of another H100 may differ.
+        A cluster lies in one part of the GPU, and the parts differ in size, so some multiprocessors are left over.  An
+        H100 of 132 multiprocessors had places for 30 clusters of 4 (120 of 132), and another H100 may have fewer.
         """
         usable = 1 if blocks <= 2 else 0.9
         return max(int(usable * self.multiprocessors * resident) // blocks, 1)

@@ -1,6 +1,6 @@
-"""Prepared calls of `sample`, `verify` and `topk_logprobs`: a repeated call on a GPU checks only its key.
+"""Prepared calls of `sample`, `verify` and `topk_logprobs`: a repeated call on a GPU looks up a key of its arguments.
 
-A temperature, a seed or an offset that is a number is no part of the key: each token of a text has another offset.
+Numbers for temperature, seed and offset are not in the key, as they change with each token; that there is no seed is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def look_up_call(
     x: Any, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], arguments: tuple[Any, ...],
     *others: Tensor,
 ) -> tuple[tuple[Any, ...], Any]:  # fmt: skip
-    """(key, prepared call), as `look_up`: without a prepared call, the key is () if the call is not to be prepared.
+    """(key, prepared call), as `look_up`.  Without a prepared call, a key of () says that none is to be prepared.
 
     Args:
         x, temperature, seed, offset: Arguments of `sample` or `verify`.
@@ -78,18 +78,18 @@ def prepare(
         arguments: "sample" and its other arguments: ties, logprobs, top_logprobs, return_support and dim.
         raw: As for `sample` in run.py.
     """
-    (temperature, seed, offset), top, most = operands, arguments[3], arguments[4] or 0
+    (temperature, seed, offset), (_, _, _, top, support, _) = operands, arguments
     key, _ = look_up_call(logits.x, temperature, seed, offset, filters, arguments)
     rows = _rows_in_place(logits) if key else None
     if rows is None or not _are_of_rows(logits, operands, filters):
         return False
     from .kernels import sample_launch, support_launch
 
-    run = sample_launch.bind(rows, logits.rows, parameters, raw, max(top, most))
+    run = sample_launch.bind(rows, logits.rows, parameters, raw, max(top, support or 0))
     if run is None:
         return False
-    if most:
-        run = support_launch.with_support(run, top, most)
+    if support:
+        run = support_launch.with_support(run, top, support)
     keep(PREPARED_CALLS, key, _made_ready(run, operands, filters, len(rows)))
     return True
 
@@ -132,13 +132,13 @@ def _rows_in_place(logits: Logits) -> Tensor | None:
 
 
 def _are_of_rows(logits: Logits, operands: tuple[Any, ...], filters: tuple[Any, Any, Any]) -> bool:
-    """True where each operand that is a tensor has one adjacent number for each row."""
+    """True where each operand that is a tensor is contiguous, with one number for each row."""
     tensors = [t for t in (*operands, *filters) if isinstance(t, Tensor)]
     return all(t.shape == logits.rows and t.device == logits.x.device and t.is_contiguous() for t in tensors)
 
 
 def _made_ready(run: Any, operands: tuple[Any, ...], filters: tuple[Any, Any, Any], count: int) -> Any:
-    """A function of a kernel that takes operands as they come, for a number of rows."""
+    """`run`, with dtypes converted and, where there is no seed, one drawn for each of `count` rows in each call."""
     tensors = [t for t in (*operands, *filters) if isinstance(t, Tensor)]
     converted = [t.dtype for t in _converted(*operands, *filters) if isinstance(t, Tensor)]
     run = run if converted == [t.dtype for t in tensors] else partial(_run_converted, run)

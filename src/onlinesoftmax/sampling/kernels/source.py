@@ -26,7 +26,7 @@ FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)
 """Files of the kernel, in the order of inclusion."""
 
 TOKENS = 8
-"""Tokens that a thread reads at once; half as many float32 tokens of a slice that shared memory holds."""
+"""Tokens that a thread reads at once; 4 where they are float32 and shared memory holds the slice."""
 
 MOST_TOP = 1024
 """Most tokens that a list may have to hold.  A larger top_k takes more passes over the row, and more top_logprobs take
@@ -76,7 +76,7 @@ NUMBERS = (
     "stride", "cols", "slice", "first", "raw", "top", "each", "narrow", "temperature_bits", "top_k_number",
     "top_p_bits", "min_p_bits", "seed_number", "offset_number",
 )  # fmt: skip
-"""A number from `temperature_bits` on counts where the tensor of its name is absent; `narrow` has flags of NARROW."""
+"""The numbers from `temperature_bits` on are used where no tensor is given; `narrow` has flags of NARROW."""
 
 NARROW = {"top_k": 1, "top_p": 2, "min_p": 4}
 """Flags of filters that are int32 and float32, in the place of int64 and float64."""
@@ -102,7 +102,7 @@ class Shape(NamedTuple):
         aligned: True where every row begins on 16 bytes.
         tiles: Room for the longest slice in shared memory, in TOKENS of each thread; 0 without it.
         lists: Room of the lists.
-        by_mass: True unless all rows have one and the same top_k: it keeps the code for rows without top_k.
+        by_mass: True to include the code for rows without top_k; False where all rows have the same top_k.
     """
 
     dtype: str
@@ -123,7 +123,8 @@ class Shape(NamedTuple):
 def most_blocks(device: Device, rows: int) -> int:
     """Most blocks of a cluster; 1 where there are no clusters.
 
-    Only some parts of a device have 16 multiprocessors, so a cluster of 16 is for few rows.
+    Some of the up to 8 parts of a device have less than 16 multiprocessors.  So clusters of 16 are for devices whose
+    parts have 16 on the average, and for rows that need half of them.
     """
     if device.compute_capability[0] == 9 and max(2 * rows, 8) * 16 <= device.multiprocessors:
         return 16
@@ -146,7 +147,7 @@ def _most_sorted(threads: int, lists: Lists) -> int:
 
 
 def declared_bytes(cluster: int) -> int:
-    """More than the bytes of shared memory that the kernel declares: words for the blocks of a cluster, and others."""
+    """Upper bound of the shared memory that the kernel declares: words for the blocks of a cluster, and others."""
     return 5632 + 2240 * cluster
 
 
@@ -188,7 +189,7 @@ def shape_of(
         return None
     if rows > device.cluster_places(best):
         return Shape(dtype, best, threads, resident, aligned, 0, lists, listed is None)
-    # A block that has a multiprocessor to itself takes more registers, and the rest of its shared memory.
+    # A block alone on a multiprocessor takes more registers, and holds its slice in shared memory if that fits.
     tiles = -(-slice_of(cols, best) // (TOKENS * threads))
     held = Shape(dtype, best, threads, 1, aligned, tiles, lists, listed is None)
     fits = aligned and held.dynamic_bytes + declared_bytes(best) <= device.shared_memory

@@ -31,7 +31,8 @@ them, 2048 x 32000 0.77 and 4096 x 8192 0.60; but 264 x 128256 1.02.
 """
 
 RESIDENT_THREADS = 1024
-"""Threads of a multiprocessor that the registers have to suffice for; half as many where loads pass through them."""
+"""Threads that a multiprocessor's registers have to suffice for; half as many for unaligned rows, which are loaded
+through registers."""
 
 
 class Shape(NamedTuple):
@@ -58,10 +59,10 @@ class Shape(NamedTuple):
 
 
 def shape_of(rows: int, cols: int, dtype: str, aligned: bool, raw: bool, device: Device) -> Shape:
-    """The kernel of a call.
+    """The kernel of a call: more blocks of a row, while there are no more blocks than multiprocessors.
 
-    A block takes some microseconds, however few tokens it has: with 4 blocks of a row, of which a multiprocessor gets
-    two, 64 x 128256 float32 takes 8 microseconds more than with 2 on an H100.
+    A block takes some microseconds, however few tokens it has: with 4 blocks of a row, two on each multiprocessor,
+    64 x 128256 float32 takes 8 microseconds more than with 2 on an H100.
     """
     cluster, most = 1, most_blocks(device, rows)
     while cluster < most and 2 * rows * cluster <= device.multiprocessors and cols > 4096 * cluster:
