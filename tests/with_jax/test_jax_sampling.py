@@ -186,6 +186,7 @@ def test_verify_is_that_of_torch() -> None:
     ("given", "error", "words"),
     [
         ({"temperature": jnp.ones(3)}, ValueError, "temperature must be a number or have one for each row"),
+        ({"temperature": np.float16("inf")}, ValueError, "temperature must be at least 0 and finite in float32"),
         ({"top_k": jnp.ones(2)}, TypeError, "top_k must be an int"),
         ({"seed": -1}, ValueError, "seed must be at least 0 and less than 2.*63, got -1"),
         ({"seed": None}, TypeError, "seed must be an int"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -51,9 +52,11 @@ def checked_of_rows(
     if is_number(value):
         if whole and not hasattr(value, "__index__"):
             raise TypeError(f"{name}: {argument} must be an int, not {type(value).__name__}")
-        if not low <= value <= high:
+        # A number of NumPy would convert the bounds to its own dtype.
+        number = operator.index(value) if whole else as_float(value)
+        if not low <= number <= high:
             raise ValueError(f"{name}: {argument} must be {bounds(low, high)}, got {value}")
-        return _with_axes(np.asarray(value if whole else as_float(value), dtype), rows)
+        return _with_axes(np.asarray(number, dtype), rows)
     if array_kind(value) not in ("numpy", "jax"):
         raise TypeError(f"{name}: {argument} must be {wanted} or an array of such, not {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, jnp.integer) and (whole or not jnp.issubdtype(value.dtype, jnp.floating)):
