@@ -278,6 +278,12 @@ def test_softmax_of_all_logits_does_not_depend_on_their_offset() -> None:
                 np.testing.assert_allclose(dx.detach(), slopes[:count], rtol=1e-6, atol=1e-7)
 
 
+def test_a_bias_of_a_numpy_array_may_be_infinite_in_float32() -> None:
+    x, bias = np.zeros((1, 4), np.float32), np.array([0.0, 1e39, 0.0, 1.0])
+    theirs = osm.route(torch.from_numpy(x), 2, bias=torch.from_numpy(bias))
+    assert osm.route(x, 2, bias=bias).indices.tolist() == theirs.indices.tolist()
+
+
 def test_losses_of_numpy_arrays_have_their_dtype_and_raise_nothing() -> None:
     x = np.full((2, 5, 4), -90.0, np.float32)
     x[..., 1] = 0

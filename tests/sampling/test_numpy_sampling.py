@@ -57,6 +57,10 @@ def test_wide_options_do_not_widen_narrow_logits() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_a_temperature_that_is_infinite_in_float32_is_not_valid() -> None:
+    assert osm.sample(np.zeros((2, 4)), seed=1, temperature=np.array([1e39, 1.0])).valid.tolist() == [False, True]
+
+
 def test_without_a_seed_the_generator_decides() -> None:
     z = np.zeros((100, 50), np.float32)
     one, other = (osm.sample(z, generator=np.random.default_rng(8)).token for _ in range(2))

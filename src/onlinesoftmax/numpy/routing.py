@@ -41,6 +41,7 @@ OF_RESULTS = formulas.Functions(namespace(np.zeros(1)), np.sqrt, np.log1p, lambd
 check_logits = partial(rules.check_logits, NUMPY)
 
 
+@quiet
 def checked_call(
     logits: Any, bias: Any, mask: Any, indices: Any, rule: Rule, counts: bool, prob_sums: bool
 ) -> Call:  # fmt: skip

@@ -61,6 +61,7 @@ def checked_logits(
     return found._replace(x=np.asarray(logits))
 
 
+@quiet
 def _of_rows(logits: Logits, argument: str, value: Any, dtype: str, low: float, high: float) -> Array:
     """A number, or an array with one for each row, as an array of all rows, (rows,); arguments as of `OfRows`."""
     name, rows, whole = logits.name, logits.rows, dtype == "int64"
