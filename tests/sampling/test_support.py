@@ -149,6 +149,14 @@ def test_rows_without_a_distribution_and_targets_without_a_logprob() -> None:
     # No row of the support has a token, and it has no places.
     found = osm.token_logprobs(z, index, support=(index[:0], torch.zeros(7, dtype=torch.int64)))
     assert all(t.isnan().all() for t in found[:2])
+    # The offsets of a part of the rows, behind and before the ids of that part.
+    for first in (2, -1):
+        part = torch.tensor([0, 1]), torch.tensor([0, 1, 2]) + first
+        found = osm.token_logprobs(torch.zeros(2, 4), torch.tensor([0, 1]), support=part)
+        arrays = osm.token_logprobs(np.zeros((2, 4)), np.array([0, 1]), support=tuple(t.numpy() for t in part))
+        places = torch.arange(2) + first
+        assert [t.isnan().tolist() for t in found[:2]] == 2 * [((places < 0) | (places > 1)).tolist()]
+        assert [np.isnan(t).tolist() for t in arrays[:2]] == [t.isnan().tolist() for t in found[:2]]
     # A dtype that does not hold the number of tokens, and has an index that is none.
     wide, narrow = torch.zeros(3, 300), torch.tensor([5, -1, 7], dtype=torch.int8)
     kept = torch.tensor([5, 299, 5, 299, 5, 299]), torch.tensor([0, 2, 4, 6])
@@ -165,6 +173,7 @@ def test_rows_without_a_distribution_and_targets_without_a_logprob() -> None:
         ([0.0, 1.0], [0, 1, 2], "token_ids must have an integer dtype"),
         ([0, 1], [0, 2, 2], "support has 2 tokens of row 0, which is not from 0 to 1"),
         ([0, 9], [0, 1, 2], r"token_ids is 9 at position \(1, 0\)"),
+        ([0, 1], [2, 3, 4], r"offsets is 3 at position 1, which is not in \[0, 3\)"),
         (None, None, "support must be a tuple"),
     ],
 )  # fmt: skip

@@ -72,7 +72,7 @@ def checked_support(library: Library, caller: str, x: Array, axis: int, support:
 
 
 def check_values(name: str, xp: Any, support: Support, places: Array, tokens: int) -> None:
-    """Raise an error for a row that has too many tokens, or an id that is no token.
+    """Raise an error for a row that has too many tokens, an offset that is out of range, or an id that is no token.
 
     Args:
         name: Name of the argument after that of the function.
@@ -82,7 +82,7 @@ def check_values(name: str, xp: Any, support: Support, places: Array, tokens: in
         tokens: Number of tokens.
 
     Raises:
-        IndexError: a row is wrong; the message has its number.
+        IndexError: a row, an offset or an id is wrong; the message has its position.
     """
     ids, used, count = _ids_of_rows(xp, support, places)
     most = len(places)
@@ -90,6 +90,8 @@ def check_values(name: str, xp: Any, support: Support, places: Array, tokens: in
     if wrong.any():
         row = int((wrong * 1).reshape(-1).argmax())
         raise IndexError(f"{name} has {int(count[row, 0])} tokens of row {row}, which is not from 0 to {most}")
+    length, offsets = support[0].shape[0], support[1]
+    check_range(f"{name}'s offsets", offsets, length + 1, (offsets < 0) | (offsets > length))
     check_range(f"{name}'s token_ids", ids, tokens, used & ~_are_tokens(ids, tokens))
 
 
@@ -143,9 +145,10 @@ def _ids_of_rows(xp: Any, support: Support, places: Array) -> tuple[Array, Array
     token_ids, offsets = support
     first = offsets[:-1, None]
     count = offsets[1:, None] - first
-    # Offsets that are wrong must read no other memory.
-    at = (first + places).clip(0, max(token_ids.shape[0] - 1, 0))
-    return token_ids[at], places < count, count
+    # Offsets that are wrong must read no other memory, and no other row's ids.
+    at = first + places
+    inside = at.clip(0, max(token_ids.shape[0] - 1, 0))
+    return xp.where(at == inside, token_ids[inside], -1), places < count, count
 
 
 def _are_tokens(ids: Array, tokens: int) -> Array:
