@@ -10,8 +10,8 @@ from ..core.wrong_calls import unknown
 
 Shape = tuple[int, ...]
 
-MOST_ELEMENTS = 1 << 62
-"""Number of elements that no input has: their bytes would not fit a signed integer of 64 bits."""
+MOST_ELEMENTS = 1 << 60
+"""Number of elements that no input has: in float64, their bytes do not fit a signed integer of 64 bits."""
 
 
 def check_names(what: str, names: Iterable[str], table: Iterable[str]) -> None:
