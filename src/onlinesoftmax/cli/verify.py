@@ -54,7 +54,7 @@ def verify(
             "unavailable": absent, "cells": [cell.as_dict() for cell in cells],
         })  # fmt: skip
     else:
-        _print(cells, absent, from_torch(where).name)
+        _print(cells, absent, where)
     raise typer.Exit(int(failed))
 
 
@@ -98,24 +98,25 @@ def _run(device: str, quick: bool, asked: dict[str, list[str] | None]) -> tuple[
 
 
 def _print(cells: list[Cell], absent: dict[str, str], device: str) -> None:
-    from ..lab.verify import FLOAT64_ULPS, INTERPRETER_ULPS
+    from ..lab.verify import FLOAT64_ULPS, INTERPRETER_ULPS, interpreted
+    from ..torch.device import from_torch
 
     output.note(
-        f"Checked against the exact result on {device}.  Allowed is PyTorch's largest error on the same "
-        "input plus 1 ulp; for a value of a row also 1 ulp of its logsumexp, and for a gradient 1 ulp of the larger of "
-        "its two terms, both in float32 or wider."
+        f"Checked against the exact result on {from_torch(device).name}.  Allowed is PyTorch's largest error on the "
+        "same input plus 1 ulp; for a value of a row also 1 ulp of its logsumexp, and for a gradient 1 ulp of the "
+        "larger of its two terms, both in float32 or wider."
     )
+    slow = interpreted([cell.backend for cell in cells], device)
     for name, whose in (("triton", "Triton's"), ("pallas", "JAX's")):
-        slack = {cell.dtype: cell.slack for cell in cells if cell.backend == name}
-        if slack.get("float64", 1) > slack.get("float32", 1):
-            output.note(
-                f"{name.capitalize()} kernels merge sums of float64 in float64; they are allowed "
-                f"{FLOAT64_ULPS[name]} ulps there."
-            )
-        elif max(slack.values(), default=1) > 1:
+        if name in slow:
             output.note(
                 f"{name.capitalize()} kernels run in {whose} interpreter, which is slow and rounds differently; they "
                 f"are allowed {INTERPRETER_ULPS[name]} ulps."
+            )
+        elif name in FLOAT64_ULPS and any((cell.backend, cell.dtype) == (name, "float64") for cell in cells):
+            output.note(
+                f"{name.capitalize()} kernels merge sums of float64 in float64; they are allowed "
+                f"{FLOAT64_ULPS[name]} ulps there."
             )
     for name, reason in absent.items():
         output.note(f"Backend {name} is not checked: {reason}")

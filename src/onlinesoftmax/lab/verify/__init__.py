@@ -10,7 +10,7 @@ with the exact gradient at the output that the forward call saved, for ours and 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from .inputs import CASES, QUICK_GRADIENT_DTYPES, QUICK_GRADIENTS, Case, outlier
 
 __all__ = [
     "CASES", "INTERPRETER_ULPS", "QUICK_GRADIENTS", "Case", "Cell", "Exact", "exact_gradient",
-    "exact_result", "outliers", "pairs", "specials", "ulp", "unavailable", "units", "verify",
+    "exact_result", "interpreted", "outliers", "pairs", "specials", "ulp", "unavailable", "units", "verify",
 ]  # fmt: skip
 
 Progress = Callable[[int, int], None]
@@ -72,6 +72,12 @@ def unavailable(backend: str, device: str) -> str | None:
     return jax_on_torch.unavailable(device) if backend == "pallas" else registry.unavailable(backend)
 
 
+def interpreted(backends: Iterable[str], device: str) -> list[str]:
+    """The names of the backends, of these, whose kernels an interpreter runs on this machine's "cpu" or "cuda"."""
+    of_device = {"triton": lambda: registry.load("triton").interpreted(), "pallas": lambda: device == "cpu"}
+    return [name for name in backends if name in of_device and of_device[name]()]
+
+
 def verify(
     *,
     backends: Sequence[str] = (),
@@ -109,15 +115,14 @@ def verify(
     few = dtypes or (QUICK_GRADIENT_DTYPES if quick else list(ITEMSIZE))
     operations, dtypes = operations or list(OPERATIONS), dtypes or list(ITEMSIZE)
     chosen = [pair for pair in pairs(backends, strategies) if unavailable(pair[0], device) is None]
-    slow = "triton" in dict(chosen) and bool(registry.load("triton").interpreted())
-    interpreted = ["triton"] * slow + ["pallas"] * (torch.device(device).type == "cpu")
+    slow = interpreted(dict(chosen), device)
     table = [
-        Cell(b, s, operation, dtype, slack=units(b, dtype, b in interpreted))
+        Cell(b, s, operation, dtype, slack=units(b, dtype, b in slow))
         for b, s in chosen
         for operation in operations
         for dtype in (few if OPERATIONS[operation].backward else dtypes)
     ]
-    steps = list(_steps(table, quick, interpreted))
+    steps = list(_steps(table, quick, slow))
     # The interpreter computes in NumPy, which warns of infinities and NaNs, and inputs contain them.
     with (
         torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False), np.errstate(all="ignore"),
