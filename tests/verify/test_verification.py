@@ -81,6 +81,20 @@ def test_a_gradient_that_autograd_cannot_take_fails(monkeypatch: pytest.MonkeyPa
     assert "does not require grad" in check("softmax").failures[0]
 
 
+def test_the_command_names_the_interpreter_beside_float64_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("typer", reason="the command line needs typer")
+    from onlinesoftmax.cli import verify as command
+
+    command._print([verification.Cell("pallas", "row", "logsumexp", "float64", slack=8)], {}, "cpu")
+    assert "Pallas kernels run in JAX's interpreter" in capsys.readouterr().out
+
+
+def test_a_gradient_of_long_rows_is_judged_by_the_result_before_it_is_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "CASES", [case for case in verification.CASES if case.name == "taller columns"])
+    [cell] = verification.verify(backends=["eager"], operations=["softmax_backward"], dtypes=["float16"])
+    assert cell.result == "pass", cell.failures
+
+
 def test_a_gradient_is_judged_by_the_logsumexp_that_was_kept() -> None:
     """Ours keeps it in float32, `eager` too; PyTorch keeps its result of 16 bits."""
     case = next(case for case in verification.CASES if case.name == "3 x 33")

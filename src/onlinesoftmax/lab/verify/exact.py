@@ -111,6 +111,12 @@ def _saved(operation: str, x: Any, y: Any, dim: int, backend: str | None) -> np.
     # wide, they keep the result.  For a 16-bit result they keep a number whose rounding error is far below a unit of
     # the gradient.
     rounded = backend is None or (y.element_size() >= 4 and backend not in KEEPS_STATES)
+    if backend == "eager" and y.element_size() < 4 and not kept and not forward.has_target:
+        from ...torch.formulas import is_long
+
+        # Autograd keeps the 16-bit result of passes over long rows before it is rounded.
+        if is_long(x, dim):
+            return _evaluate(forward.name, {"x": wide(x)}, dim, forward.always[0])
     # An operation with a target keeps states, which `exact_gradient` computes.
     if forward.has_target or not kept or rounded:
         return wide(y)
