@@ -297,6 +297,8 @@ def test_verify_leaves_out_what_is_not_here(monkeypatch: pytest.MonkeyPatch) -> 
         ("explain 12x5 --op sample --prob-sums", "Error: --prob-sums is an option of --op route"),
         ("explain 12x5 --op sample --acc-dtype float32", "Error: --acc-dtype is an option of --op linear_"),
         ("explain 12x5 --op sample --batch-invariant", "Error: --op sample has no --batch-invariant"),
+        ("explain 12x5 --bias 4y", "Error: --bias: shape '4y': expected sizes"),
+        ("bench --reduction sum", "unknown reduction 'sum'; there are: mean, none"),
         ("explain 12x5 --op linear_token_loss --classes 7 --framework jax", "_loss has no --framework jax"),
         ("explain 12x5 --device h100 --device a100", "Error: --device is given 2 times, and explain takes one: run"),
         ("apply '' y.npy", "Error: IN is empty"),

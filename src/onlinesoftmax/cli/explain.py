@@ -170,7 +170,8 @@ def _explain(
     with output.refusing("", IndexError, TypeError):
         sizes = parse_shape(shape)
         for name in ("bias", "mask"):
-            options[name] = None if options[name] is None else parse_shape(options[name])
+            with output.refusing(f"--{name}: "):
+                options[name] = None if options[name] is None else parse_shape(options[name])
         if asked["operation"] in FUNCTIONS and head["classes"] is None:
             output.fail(f"--op {asked['operation']} needs --classes, the rows of its weight")
         if asked["operation"] == "route" and asked["k"] is None:

@@ -79,7 +79,7 @@ def named(
             for text in texts:
                 for name in split_names(text) if commas else [text]:
                     if name not in known:
-                        output.fail(f"{option.opts[-1]}: {unknown(what, name, known)}")
+                        output.fail(f"{option.opts[-1]}: {unknown(what, name, filter(None, known))}")
         return value
 
     def complete(incomplete: str) -> list[str]:

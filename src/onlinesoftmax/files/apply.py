@@ -191,7 +191,7 @@ def _select(source: Path, found: list[Stored], names: Sequence[str] | None) -> l
         found = [by_name[name] for name in chosen]
     for tensor in found:
         if tensor.dtype not in ITEMSIZE:
-            hint = "; name the tensors to process (tensors=...) to leave it out" if named else ""
+            hint = "; name the tensors to process (tensors=..., --tensor) to leave it out" if named else ""
             raise FileError(f"{source}: {_name(tensor)} is {tensor.dtype}, not one of {', '.join(ITEMSIZE)}{hint}")
     return found
 
