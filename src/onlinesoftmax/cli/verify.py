@@ -68,10 +68,10 @@ def _prepare(device: str | None) -> tuple[str, bool]:
     if device == "cuda" and not has_gpu:
         output.fail("--device cuda: torch sees no NVIDIA GPU here")
     where = device or ("cuda" if has_gpu else "cpu")
-    if where == "cpu" and "triton" not in sys.modules:
-        # Triton reads the variable when it is imported.
-        os.environ["TRITON_INTERPRET"] = "1"
     if where == "cpu":
+        if "triton" not in sys.modules:
+            # Triton reads the variable when it is imported.
+            os.environ["TRITON_INTERPRET"] = "1"
         # XLA takes longer to optimize the interpreted Pallas kernels than they take to run.
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     from ..kernels import registry

@@ -86,7 +86,7 @@ def shape_of(rows: int, cols: int, k: int, dtype: str, aligned: bool, target: bo
     threads = 256 if k <= FEW and rows * cluster > 2 * device.multiprocessors else 512
     while threads > 128 and slice_of(cols, cluster) <= TOKENS * threads // 2:
         threads //= 2
-    for fewer in (threads, threads // 2):
+    for fewer in (threads, max(threads // 2, 128)):
         shape = Shape(dtype, cluster, fewer, aligned, target, FEW if k <= FEW else MOST)
         if shape.dynamic_bytes + STATIC_BYTES <= device.shared_memory:
             return shape
