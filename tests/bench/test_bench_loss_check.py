@@ -75,6 +75,22 @@ def test_the_exact_gradient_reads_an_exact_output(case: Case) -> None:
     assert Reference(case, *inputs).judge((right[0].roll(1, 0), right[1]), allowed=1e-13).wrong is not None
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_entropy_is_no_more_exact_than_its_sum(dtype: str) -> None:
+    """Where one token is almost certain, l is rounded next to 1, and its logarithm is small."""
+    x, target = torch.tensor([[0.0, -8.0]], dtype=getattr(torch, dtype)), torch.zeros(1, dtype=torch.int64)
+    l, p = x.double().exp().sum(1), x.double().softmax(1)
+    step = torch.nextafter(l.float(), torch.tensor(2.0)).double() - l.float()
+
+    def results(units: int) -> tuple[torch.Tensor, torch.Tensor]:
+        log_l = (l + units * step).log()
+        return -log_l.float(), (log_l - (x * p).sum(1)).float()
+
+    reference = Reference(Case("token_logprobs", (1, 2), 1, dtype), x, target)
+    assert reference.judge(results(1), (2e-7, 0.0)).wrong is None
+    assert str(reference.judge(results(2), (4e-7, 0.0)).wrong).startswith("entropy: error 2.4e-07")
+
+
 def test_a_result_of_other_tensors_is_wrong() -> None:
     case = replace(TOKENS, with_gradient=True)
     inputs = make_inputs(case, CPU)

@@ -236,7 +236,8 @@ class Reference:
         (`allowed`) plus one unit in the last place.  Other libraries have OTHERS_SLACK times that; so has float64,
         because this reference rounds like it.  A gradient is a difference, and no more exact than its two terms were
         as they were accumulated: one unit of the larger term is allowed too.  So is one of the larger term of an
-        entropy, log(l) or sum((m - z) * p), which is at most the entropy itself.
+        entropy, log(l) or sum((m - z) * p), which is at most the entropy itself.  One unit of l moves log(l) by as much
+        as one unit of 1, so this is the least that is allowed.
         """
         found = y if isinstance(y, tuple) else (y,)
         count = len(self._parts)
@@ -262,7 +263,7 @@ def _part(case: Case, returned: Returned, inputs: Inputs) -> Part:
         return Part(returned, list(pieces(case)), at)
     rows = whole(forward, at)
     value = rows.mean() if returned.kind == "call" else rows
-    size = value if returned.name in STATISTICS[case.operation] else None
+    size = value.clamp(min=1.0) if returned.name in STATISTICS[case.operation] else None
     return Part(returned, [()], lambda _: (value, size))
 
 
