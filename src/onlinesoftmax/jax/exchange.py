@@ -80,6 +80,12 @@ def whole_target(target: Array, cols: int, names: Names) -> Array:
     return jnp.where((wide >= 0) & (wide // cols < devices(names)), wide, -1)
 
 
+def column_of(target: Array, cols: int) -> Array:
+    """Targets as columns of 32 bits; -1 for one that is no column."""
+    wide = signed(target)
+    return jnp.where((wide >= 0) & (wide < cols), wide, -1).astype(jnp.int32)
+
+
 def signed(target: Array) -> Array:
     """Targets as signed integers of 32 bits or more.
 

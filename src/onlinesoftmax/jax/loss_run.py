@@ -18,9 +18,9 @@ from ..ops.support import checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from . import array_types, custom_op, loss_total
 from .eager import filled, logsumexp_of, scores, scores_at
-from .exchange import signed, whole_target
+from .exchange import column_of, whole_target
 from .loss_total import LossReduction
-from .prepare import Axis, Rows, as_array, axes_of, checked_array, checked_input, rows_of
+from .prepare import Axis, Rows, as_array, as_labels, axes_of, checked_array, checked_input, rows_of
 from .run import Numbers, call_on, results
 from .signature import Values
 
@@ -112,7 +112,8 @@ def run_tokens(
     x, index = checked_input(TOKEN_LOGPROBS, logits), _index(index)
     counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
     # The index of a row that counts for nothing is often no token, whose logprob would be NaN.
-    index = index if counted is None else jnp.where(counted, index, 0)
+    library: Any = np if isinstance(index, np.ndarray) else jnp
+    index = index if counted is None else library.where(counted, index, 0)
     axes = axes_of(TOKEN_LOGPROBS, axis, x.ndim)
     several = len(axes) == 1 and index.ndim == x.ndim
     if several and axis_name is not None:
@@ -164,8 +165,9 @@ def run_truncated(
         options = options._replace(mask=checked_array(TOKEN_LOGPROBS, x, "mask", options.mask))
     counted = LossReduction("none", ignore_index).checked(TOKEN_LOGPROBS).counted(index)
     token_ids, offsets, n = checked_support(_JAX, TOKEN_LOGPROBS, x, at, support)
-    kept = (signed(jnp.asarray(token_ids)), signed(jnp.asarray(offsets)))
-    call = truncated(jnp, array_types.take, x, signed(index), at, options, kept, jnp.arange(n))
+    tokens = x.shape[at]
+    kept = column_of(token_ids, tokens), column_of(offsets, token_ids.shape[0] + 1)
+    call = truncated(jnp, array_types.take, x, column_of(index, tokens), at, options, kept, jnp.arange(n))
     # The results of these targets are replaced, and NaN would be an error with `jax_debug_nans`.
     replaced = call.outside if counted is None else call.outside | ~counted
     found = run_tokens(call.x, jnp.where(replaced, 0, call.index), at, call.options, entropy, choice)
@@ -175,13 +177,12 @@ def run_truncated(
 
 def _columns(index: Array, rows: Rows) -> Array:
     """The columns of several elements of each row along a last axis, -1 where one is out of range."""
-    found = jnp.moveaxis(index, rows.axes[0], -1)
+    found = jnp.moveaxis(column_of(index, rows.cols), rows.axes[0], -1)
     if found.shape[:-1] != rows.x.shape[:-1]:
         raise ValueError(
             f"{TOKEN_LOGPROBS}: index of shape {index.shape} has other rows than logits of shape {rows.shape}"
         )
-    wide = signed(found)
-    return jnp.where((wide >= 0) & (wide < rows.cols), wide, -1).astype(jnp.int32)
+    return found
 
 
 def _of_columns(rows: Rows, columns: Array, m: Array, l: Array) -> Array:
@@ -259,7 +260,7 @@ def _weighted_sums(
 
 
 def _labels(name: str, argument: str, labels: Any) -> Array:
-    found = as_array(name, argument, labels)
+    found = as_labels(name, argument, labels)
     if jnp.issubdtype(found.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument} must not be complex, got {found.dtype}")
     return found
@@ -291,8 +292,7 @@ def _target(name: str, argument: str, index: Array, rows: Rows) -> Array:
         )
     if rows.names and cols:
         return whole_target(index, cols, rows.names)
-    wide = signed(index)
-    return jnp.where((wide >= 0) & (wide < cols), wide, -1).astype(jnp.int32)
+    return column_of(index, cols)
 
 
 def _weights(labels: Array, x: Array, rows: Rows) -> Array:

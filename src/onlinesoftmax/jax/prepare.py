@@ -15,6 +15,7 @@ import numpy as np
 from ..core.arrays import Array, array_kind, broadcasts
 from ..core.options import (
     ARRAY,
+    LARGEST_INT64,
     SCORE_OPTIONS,
     ScoreOptions,
     check_one_per_row,
@@ -188,6 +189,18 @@ def as_array(name: str, argument: str, value: Any) -> Array:
         if np.ndim(value) or not isinstance(value, type):
             return jnp.asarray(value)
     raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}")
+
+
+def as_labels(name: str, argument: str, value: Any) -> Array:
+    """`as_array`, which leaves 64-bit integers of NumPy and Python as they are: JAX would take them modulo 2^32.
+
+    `column_of` and `whole_target` compare them with the number of columns, and return arrays of JAX.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = np.asarray(min(max(value, -LARGEST_INT64), LARGEST_INT64))
+    if array_kind(value) == "numpy" and value.dtype in (np.int64, np.uint64):
+        return np.asarray(value)
+    return as_array(name, argument, value)
 
 
 def checked_integer(name: str, argument: str, value: Any) -> int:

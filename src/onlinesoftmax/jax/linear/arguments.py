@@ -15,8 +15,8 @@ from ...core.options import ARRAY, ScoreOptions, check_softcap, checked_scale, i
 from ...core.wrong_calls import OTHER_MEANS
 from ...ops.cross_entropy.arguments import check_factors
 from .. import array_types
-from ..exchange import checked_names, devices, signed
-from ..prepare import as_array, checked_dtype
+from ..exchange import checked_names, column_of, devices, signed
+from ..prepare import as_array, as_labels, checked_dtype
 from ..signature import Names
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -56,7 +56,7 @@ class Head(NamedTuple):
     @property
     def column(self) -> Array:
         """The class of each token in 32 bits, and -1 where it is none."""
-        return jnp.where((self.target >= 0) & (self.target < self.classes), self.target, -1).astype(jnp.int32)
+        return column_of(self.target, self.classes)
 
 
 def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], soft: bool, axis_name: Any) -> Head:
@@ -73,8 +73,8 @@ def checked_head(name: str, arrays: tuple[Any, ...], options: tuple[Any, Any], s
     # The primitive of a head exchanges nothing; without this check an axis of vmap would give wrong numbers.
     if not set(names) <= set(jax.sharding.get_abstract_mesh().manual_axes):
         raise ValueError(f"{name}: axis_name {axis_name!r} must name axes of jax.shard_map, not of vmap")
-    labels = "input", "linear_weight", "target"
-    x, weight, target = (as_array(name, argument, t) for argument, t in zip(labels, arrays[:3], strict=True))
+    x, weight = as_array(name, "input", arrays[0]), as_array(name, "linear_weight", arrays[1])
+    target = as_labels(name, "target", arrays[2])
     bias = None if arrays[3] is None else as_array(name, "linear_bias", arrays[3])
     if x.dtype.name not in DTYPES:
         raise TypeError(f"{name}: input must be one of {', '.join(DTYPES)}, got {x.dtype}")

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...core.arguments import Kind, Library
 from ...core.arrays import Array, advice, array_kind
 from ...routing.results import Routed
 from ...routing.rules import Rule, check_arrays
+from ..exchange import column_of
 from ..signature import Values
 from . import primitives
 
@@ -47,10 +47,7 @@ def checked_operands(x: Array, bias: Any, where: Any, indices: Any, rule: Rule) 
     if where is not None:
         found["mask"] = jnp.broadcast_to(jnp.asarray(where), x.shape[:-1])
     if indices is not None:
-        # NumPy's indices beyond int32 must not become experts.
-        inside = (indices >= 0) & (indices < rule.experts)
-        library: Any = np if array_kind(indices) == "numpy" else jnp
-        found["indices"] = jnp.asarray(library.where(inside, indices, -1)).astype(jnp.int32)
+        found["indices"] = column_of(indices, rule.experts)
     return found
 
 

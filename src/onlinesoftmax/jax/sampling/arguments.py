@@ -11,7 +11,8 @@ import numpy as np
 
 from ...core.arrays import Array, array_kind, broadcasts
 from ...core.options import LARGEST_INT64, ScoreOptions, as_float, bounds, is_number
-from ..prepare import Rows, checked_input, checked_integer, rows_of
+from ..exchange import column_of
+from ..prepare import Rows, as_labels, checked_input, checked_integer, rows_of
 
 
 class Words(NamedTuple):
@@ -119,12 +120,9 @@ def checked_count(name: str, argument: str, value: Any, tokens: int, low: int = 
 
 def checked_tokens(name: str, argument: str, value: Any, shape: tuple[int, ...]) -> Array:
     """Token ids of a shape, int32; -1 for a number that does not fit."""
-    if array_kind(value) not in ("numpy", "jax") and not is_number(value):
-        raise TypeError(f"{name}: {argument} must be an array of ints, not {type(value).__name__}")
-    found = value if hasattr(value, "dtype") else np.asarray(value)
+    found = as_labels(name, argument, value)
     if not jnp.issubdtype(found.dtype, jnp.integer):
         raise TypeError(f"{name}: {argument} must be an array of ints, got {found.dtype}")
     if found.shape != shape:
         raise ValueError(f"{name}: {argument} has shape {found.shape}, and must have {shape}")
-    small = (found >= 0) & (found < 2**31 - 1) if found.dtype.itemsize > 2 else found >= 0
-    return jnp.where(small, found, -1).astype(jnp.int32)
+    return column_of(found, 2**31 - 1)
