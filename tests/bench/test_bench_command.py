@@ -175,6 +175,7 @@ def test_rows1024_has_a_sentence_about_each_case() -> None:
         (["--op", "cross_entropy_backward"], "unknown operation 'cross_entropy_backward'"),
         (["--op", "cross_entropy", "--shape", "2x3x4"], "dim=2: cross_entropy has its classes in dim 1"),
         (["--backend", "cudnn"], "unknown backend 'cudnn'"),
+        (["--backend", "pallas"], "backend 'pallas' needs the framework 'jax'"),
         (["--strategy", "magic"], "unknown strategy 'magic'"),
         (["--device", "abacus"], "unknown device 'abacus'"),
         (["--device", "meta"], "only cpu and cuda"),

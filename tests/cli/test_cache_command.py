@@ -82,7 +82,7 @@ def test_a_folder_that_is_none_is_one_sentence(options: list[str], folder: Path)
     folder.write_bytes(b"")
     result = run("cache", *options)
     assert result.exit_code == 1
-    assert result.stderr == f"Error: {folder}: Not a directory\n"
+    assert result.stderr == f"Error: {folder} (from ONLINESOFTMAX_CACHE): Not a directory\n"
     assert folder.read_bytes() == b""
 
 

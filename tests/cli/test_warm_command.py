@@ -72,6 +72,16 @@ def test_what_cannot_be_warmed(arguments: str, words: str) -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("variable", ["ONLINESOFTMAX_CACHE", "XDG_CACHE_HOME"])
+def test_a_cache_folder_that_is_a_file_is_told_with_its_variable(variable: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    default = {"ONLINESOFTMAX_CACHE": ""} if variable == "XDG_CACHE_HOME" else {}
+    result = run_apart("warm", "4x5", "--device", "h200", **default, **{variable: str(tmp_path / "file")})
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"Error: {tmp_path}/file")
+    assert result.stderr.endswith(f" (from {variable}) cannot be written: Not a directory\n")
+
+
 @pytest.mark.parametrize("gradient", [False, True], ids=["forward", "with gradient"])
 @pytest.mark.parametrize("function", [name for name in FUNCTIONS if name != "sample"])
 def test_the_tasks_are_those_of_a_call(function: str, gradient: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -270,6 +270,9 @@ def test_unknown_names() -> None:
         PlanError, match=r"unknown strategy 'rows'; there are: row, cluster, grid, looped, split, column"
     ):
         plan(Problem("softmax", 4, 4), H200, Choice(strategy="rows"))
+    for choice in (Choice("triton"), Choice(strategy="column")):
+        with pytest.raises(PlanError, match=r"'(triton|column)' needs the framework 'torch'; there are: "):
+            plan(Problem("softmax", 4, 4), H200, choice, strategies=FOR_JAX)
     with pytest.raises(ValueError, match=r"unknown operation 'sofmax'"):
         Problem("sofmax", 4, 4)
     with pytest.raises(ValueError, match=r"unknown dtype 'int8'"):

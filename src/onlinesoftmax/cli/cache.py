@@ -39,7 +39,7 @@ def cache(
       onlinesoftmax cache --clear
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
     from ..core import cache_size
-    from ..core.cache import cache_folder
+    from ..core.cache import cache_folder, folder_origin
 
     folder = cache_folder()
     try:
@@ -51,7 +51,7 @@ def cache(
     except ValueError as error:
         output.fail(error)
     except OSError as error:
-        output.fail(f"{error.filename or folder}: {error.strerror or error}", 1)
+        output.fail(f"{error.filename or folder}{folder_origin()}: {error.strerror or error}", 1)
     if as_json:
         output.print_json(_document(folder, limit, found, unused, removed))
     elif clear:

@@ -181,7 +181,10 @@ def _explain(
         if head["memory"] is not None:
             options["memory"] = parse_bytes(head["memory"])
         if head["gradients"] is not None:
-            options["gradients"] = [name for name in split_names(head["gradients"]) if name != "none"]
+            names = split_names(head["gradients"])
+            if "none" in names and len(set(names)) > 1:
+                output.fail("--gradients: none stands alone")
+            options["gradients"] = [name for name in names if name != "none"]
         try:
             return explain_shape(sizes, **options, reduction=head["reduction"], acc_dtype=head["acc"], **asked)
         except NotTakenError as error:

@@ -183,7 +183,9 @@ class TableFile(NamedTuple):
     @property
     def name(self) -> str:
         """The file in a sentence."""
-        return str(self.path) if self.own else f"--out {self.path}"
+        from ..core.cache import folder_origin
+
+        return f"{self.path}{folder_origin()}" if self.own else f"--out {self.path}"
 
 
 def _planned_with(machine: Device) -> Table | None:

@@ -67,10 +67,10 @@ def warm(
 
 def _compile(asked: list[Asked], machine: Device, as_json: bool) -> None:
     """Compile the kernels of all calls, and print what was done; exit with 1 if one cannot be compiled."""
-    from ..core.cache import cache_folder, check_storable
+    from ..core.cache import cache_folder, check_storable, folder_origin
     from ..lab.warm import programs
 
-    with output.writing(str(cache_folder())):
+    with output.writing(f"{cache_folder()}{folder_origin()}"):
         check_storable("warm")
     with output.refusing("", IndexError):
         made = [program for each in asked for program in programs(each, machine)]

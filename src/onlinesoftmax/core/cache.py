@@ -62,6 +62,12 @@ def cache_folder() -> Path:
         return Path(tempfile.gettempdir()) / f"onlinesoftmax-{os.geteuid() if hasattr(os, 'geteuid') else 'cache'}"
 
 
+def folder_origin() -> str:
+    """Words about the environment variable that names the cache folder, for an error; none where it is the default."""
+    given = next(filter(os.environ.get, ("ONLINESOFTMAX_CACHE", "XDG_CACHE_HOME")), None)
+    return f" (from {given})" if given else ""
+
+
 def read_private(name: str) -> bytes | None:
     """The content of a file in the cache folder, or None if there is no file.
 
@@ -153,7 +159,10 @@ def prepare_folder() -> None:
     """
     folder = cache_folder()
     # mkdir applies the mode to the last folder only; its parents get the usual permissions.
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
     if reason := not_private(folder.stat()):
         raise PermissionError(errno.EPERM, f"the folder {folder} {reason}")
 

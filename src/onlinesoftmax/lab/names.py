@@ -34,12 +34,14 @@ def parse_shape(text: str) -> Shape:
     """
     sizes = []
     for part in re.split(r"[xX×*]", text.strip()):
-        match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part)
+        match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part, re.ASCII)
         if not match:
             raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
-        sizes.append(int(match[1]) ** int(match[2] or 1))
-    if min(sizes) < 1:
-        raise ValueError(f"shape {text!r}: every size must be at least 1")
+        base = int(match[1])
+        # Python's 0^0 is 1.
+        if not base:
+            raise ValueError(f"shape {text!r}: every size must be at least 1")
+        sizes.append(base ** int(match[2] or 1))
     if prod(sizes) >= MOST_ELEMENTS:
         raise ValueError(f"shape {text!r}: more elements than any memory holds")
     return tuple(sizes)
@@ -59,7 +61,7 @@ def parse_bytes(text: str) -> int:
         >>> parse_bytes("600MB"), parse_bytes("1.5 GiB"), parse_bytes("4096")
         (600000000, 1610612736, 4096)
     """
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     unit = {known.lower(): factor for known, factor in UNITS.items()}.get((match[2] or "B").lower()) if match else None
     found = int(float(match[1]) * unit) if match and unit else 0
     if not 0 < found < 1 << 62:

@@ -20,7 +20,7 @@ from .fastest import forecast_for
 from .measured import Table
 from .price import Plan, priced
 from .proposal import no_gpu
-from .strategies import TABLE, Strategies, strategies_of
+from .strategies import FRAMEWORKS, TABLE, Strategies, strategies_of
 
 __all__ = ["INVARIANT_ROWS", "Plan", "PlanError", "Planner", "Refusal", "Strategies", "best", "plan", "priced"]
 
@@ -102,7 +102,10 @@ class Planner(NamedTuple):
         for i, (argument, value) in enumerate((("backend", backend), ("strategy", strategy))):
             names = dict.fromkeys(str(row[i]) for row in strategies)
             if value is not None and value not in names:
-                raise PlanError(f"unknown {argument} {value!r}; there are: {', '.join(names)}")
+                have = [name for name, rows in FRAMEWORKS.items() if value in [row[i] for row in rows]]
+                named = f"{argument} {value!r}"
+                wrong = f"{named} needs the framework {have[0]!r}" if len(have) == 1 else f"unknown {named}"
+                raise PlanError(f"{wrong}; there are: {', '.join(names)}")
         usable = {row[0] for row in strategies if backend in (None, row[0])} - missing.keys()
         forecast = None if self.table is None else forecast_for(self.table, problem, device, usable)
         found: list[Plan | Refusal] = []

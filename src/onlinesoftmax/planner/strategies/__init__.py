@@ -12,7 +12,10 @@ from ...kernels.cuda.strategy.row.proposals import row
 from ..fastest import Propose
 from . import eager, pallas, triton
 
-__all__ = ["FORCED_CUDA", "FORCED_EAGER", "FOR_JAX", "JAX_WITH_CUDA", "TABLE", "Propose", "Strategies", "strategies_of"]
+__all__ = [
+    "FORCED_CUDA", "FORCED_EAGER", "FOR_JAX", "FRAMEWORKS", "JAX_WITH_CUDA", "TABLE", "Propose", "Strategies",
+    "strategies_of",
+]  # fmt: skip
 
 Strategies = Sequence[tuple[str, str, Propose]]
 """Rows of TABLE."""
@@ -47,6 +50,9 @@ FORCED_CUDA: Strategies = tuple(row for row in TABLE if row[0] == "cuda")
 
 JAX_WITH_CUDA: Strategies = (*FOR_JAX[:-1], *FORCED_CUDA, FOR_JAX[-1])
 """The same for JAX arrays of a call that forces no backend.  XLA launches a Pallas kernel in less host time."""
+
+FRAMEWORKS = {"torch": TABLE, "jax": JAX_WITH_CUDA}
+"""The strategies of each framework."""
 
 
 def strategies_of(operation: Operation, table: Strategies) -> tuple[Strategies, dict[str, str]]:
