@@ -177,7 +177,7 @@ def as_float(value: Any) -> float:
 
 
 def checked_scale(caller: str, scale: Any) -> float:
-    """A scale that is a number as a float.  It may be infinite, as the scale of a support with a single token."""
+    """A scale that is a number as a float.  It may be infinite: then the scores are, or are NaN, as the product is."""
     try:
         return float(scale)
     except OverflowError:
