@@ -12,6 +12,7 @@ import torch
 import onlinesoftmax as osm
 from onlinesoftmax.core.device import KNOWN
 from onlinesoftmax.explanation.sampling import EAGER
+from onlinesoftmax.sampling.kernels import source
 
 SHAPE = (64, 128256)
 
@@ -63,6 +64,19 @@ def test_bytes_and_floor_by_hand() -> None:
     assert "sample of 64 x 128256 bfloat16 with top_k, top_logprobs=20 on NVIDIA H100" in text
     assert f"{64} x {found.kernel.blocks} blocks of {found.kernel.threads} threads" in text
     assert found.as_dict()["kernel"]["blocks"] == found.kernel.blocks
+
+
+@pytest.mark.parametrize(("top_k", "rows"), [(50, (29, 30, 32, 300)), (None, (29, 32, 200)), (500, (1, 66, 300))])
+def test_equal_launches_are_one_kernel(top_k: int | None, rows: tuple[int, ...]) -> None:
+    """`warm` compiles a kernel for each launch that `explain` shows."""
+    sources: dict[str, str] = {}
+    for count in rows:
+        found = explained((count, 128256), device="h200", top_k=top_k, top_p=0.9)
+        shape = source.shape_of(count, 128256, "float32", True, KNOWN["h200"], found.problem.listed)
+        assert shape is not None
+        launch = found.launch.removeprefix(f"{count} x ")
+        assert sources.setdefault(launch, source.prologue(shape)) == source.prologue(shape)
+    assert len({*sources.values()}) == len(sources) > 1
 
 
 def test_an_array_of_numpy_counts_as_its_shape() -> None:

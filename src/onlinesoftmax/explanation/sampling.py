@@ -11,7 +11,7 @@ from ..core.device import Device
 from ..core.task import ITEMSIZE
 from ..kernels import registry
 from ..sampling.kernels import unfiltered
-from ..sampling.kernels.source import MOST_TOP, shape_of
+from ..sampling.kernels.source import MOST_TOP, SHORT, Shape, shape_of
 from ..sampling.kernels.which_kernel import is_unfiltered, lists_at_most, needs_more_memory, refusal
 from ..sampling.rules import checked_parameters
 from .rows import described, sizes_of
@@ -61,12 +61,14 @@ class Kernel(NamedTuple):
         name: Its name.
         blocks: Blocks of a row.
         threads: Threads of a block.
+        form: How blocks share multiprocessors and memory, in words; kernels of the same sizes may differ in it.
         reason: One sentence: why it takes the call.
     """
 
     name: str
     blocks: int
     threads: int
+    form: str
     reason: str
 
 
@@ -106,7 +108,8 @@ class SampleExplanation(WayExplanation):
     def launch(self) -> str:
         """The blocks and threads of the kernel."""
         assert self.kernel is not None
-        return f"{self.problem.rows} x {self.kernel.blocks} blocks of {self.kernel.threads} threads"
+        blocks = f"{self.problem.rows} x {self.kernel.blocks} blocks of {self.kernel.threads} threads"
+        return ", ".join(filter(None, (blocks, self.kernel.form)))
 
 
 def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
@@ -222,14 +225,21 @@ def _kernel(problem: Asked, device: Device, named: bool) -> Kernel | str:
     if is_unfiltered(bool(filters), top):
         shape = unfiltered.shape_of(rows, tokens, dtype, True, False, device)
         reason = f"{before}one read of the logits, of which nothing is held"
-        return Kernel(UNFILTERED, shape.cluster, shape.threads, reason)
+        return Kernel(UNFILTERED, shape.cluster, shape.threads, "", reason)
     if top > MOST_TOP:
         return lists_at_most(MOST_TOP)
     filtered = shape_of(rows, tokens, dtype, True, device, problem.listed)
     if filtered is None:
         return needs_more_memory(device)
     reason = f"{before}it lists the largest tokens, in {reads_of(filters)}"
-    return Kernel(FILTERED, filtered.cluster, filtered.threads, reason)
+    return Kernel(FILTERED, filtered.cluster, filtered.threads, _form_of(filtered), reason)
+
+
+def _form_of(shape: Shape) -> str:
+    """Kernel.form of a kernel with filters."""
+    places = f"{shape.resident} on a multiprocessor" if shape.resident > 1 else "each alone on its multiprocessor"
+    held = ", its logits in shared memory" if shape.tiles else ""
+    return f"{places}{held}{', with short lists' if shape.lists is SHORT else ''}"
 
 
 def reads_of(filters: tuple[str, ...]) -> str:
