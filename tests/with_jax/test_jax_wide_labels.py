@@ -79,3 +79,20 @@ def test_ignore_index_beyond_32_bits(ignored: int) -> None:
     ]
     for found in losses:
         assert (np.asarray(found) == 0).tolist() == [False, True, False]
+
+
+IGNORING: dict[str, Callable[[int], Any]] = {
+    "cross_entropy": lambda n: osj.cross_entropy(X, KEPT[0], ignore_index=n),
+    "token_logprobs": lambda n: osj.token_logprobs(X, KEPT[0], ignore_index=n),
+    "linear_cross_entropy": lambda n: osj.linear_cross_entropy(X, WEIGHT, KEPT[0], ignore_index=n),
+    "linear_token_logprobs": lambda n: osj.linear_token_logprobs(X, WEIGHT, KEPT[0], ignore_index=n),
+}
+
+
+@pytest.mark.parametrize(
+    "number", [10**400, -(10**400), 2**63, -(2**63) - 1], ids=["10^400", "-10^400", "2^63", "-2^63 - 1"]
+)
+@pytest.mark.parametrize("name", IGNORING)
+def test_ignore_index_beyond_64_bits_is_an_error(name: str, number: int) -> None:
+    with pytest.raises(ValueError, match=f"{name}: ignore_index must fit int64"):
+        IGNORING[name](number)

@@ -126,6 +126,12 @@ def checked_number(library: Library, function: str, argument: str, value: Any, k
     raise TypeError(f"{function}(): argument '{argument}' must be {kind.__name__}, not {type(value).__name__}")
 
 
+def check_int64(caller: str, argument: str, number: int) -> None:
+    """Raise an error for an integer that int64 does not hold."""
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{caller}: {argument} must fit int64, got {number}")
+
+
 def checked_memory(caller: str, memory: Any) -> int | None:
     """The bytes that buffers may take; None for the usual ones."""
     found = memory if type(memory) is int else None

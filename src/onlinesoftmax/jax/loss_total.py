@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.arguments import check_int64
 from ..core.arrays import Array, accumulator
 from ..core.options import ScoreOptions
 from . import custom_op
@@ -50,6 +51,7 @@ class LossReduction(NamedTuple):
             return self
         if isinstance(index, bool) or not isinstance(index, (int, np.integer)):
             raise TypeError(f"{name}: ignore_index must be an int or None, not {type(index).__name__}")
+        check_int64(name, "ignore_index", int(index))
         return LossReduction(kind, int(index))
 
     def counted(self, labels: Array) -> Array | None:

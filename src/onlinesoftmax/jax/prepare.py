@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..core.arguments import check_int64
 from ..core.arrays import Array, array_kind, broadcasts
 from ..core.options import (
     ARRAY,
@@ -207,7 +208,9 @@ def checked_integer(name: str, argument: str, value: Any) -> int:
     """An argument that is an integer."""
     if not isinstance(value, (bool, np.bool_)):
         try:
-            return operator.index(value)
+            number = operator.index(value)
+            check_int64(name, argument, number)
+            return number
         except TypeError:
             # JAX says how to pass a number that is traced.
             if isinstance(value, jax.core.Tracer):

@@ -14,7 +14,7 @@ import torch
 from ..core.arguments import check_flags
 from ..core.call import LossStatistics, Settings, TokenLogprobs
 from ..ops.cross_entropy.arguments import checked_numbers
-from ..torch.arguments import TORCH, check_dtype, check_weight, checked_number
+from ..torch.arguments import TORCH, check_dtype, check_weight, checked_ignore_index
 from ..torch.formulas import accumulator_of
 from ..torch.gradients import is_traced
 from ..torch.loss_arguments import (
@@ -182,7 +182,7 @@ def token_logprobs(
         plan = noted(name, *inputs[:2], plan_for(name, head, memory, sharing=sharing))
         logprob, entropy, lse = LogProbabilities.apply(*inputs, head.target, Way(plan, options, sharing))
     if ignore_index is not None:
-        logprob = logprob.masked_fill(equals(head.target, checked_number(name, "ignore_index", ignore_index, int)), 0.0)
+        logprob = logprob.masked_fill(equals(head.target, checked_ignore_index(name, ignore_index)), 0.0)
     return TokenLogprobs(logprob.reshape(head.shape), entropy.reshape(head.shape), lse.reshape(head.shape))
 
 
@@ -199,7 +199,7 @@ def token_loss(
     options, of_target = checked_options_of(name, scale, softcap, head), head.target
     check_token_loss(name, loss, len(per_token), reduction)
     beside = [checked_per_token(name, f"per_token[{i}]", t, head).detach() for i, t in enumerate(per_token)]
-    ignored = equals(of_target, checked_number(name, "ignore_index", ignore_index, int))
+    ignored = equals(of_target, checked_ignore_index(name, ignore_index))
     counts = (~ignored).to(accumulator_of(head.input.dtype, head.input.dtype))
     whole: Callable[[Tensor], Tensor] = _itself if sharing is None else sharing.over_tokens
     count = whole(counts.sum()) if reduction == "mean" else None

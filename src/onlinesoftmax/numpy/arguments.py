@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arguments import Kind, Library, check_options, check_range, checked_index_dim, checked_number
+from ..core.arguments import Kind, Library, check_options, check_range, checked_index_dim
 from ..core.arrays import Array, advice, check_plain, is_floating_dtype, is_real_dtype
 from ..core.call import Call, Settings
 from ..core.options import ScoreOptions
@@ -178,7 +178,7 @@ def checked_tokens(x: Any, index: Any, dim: Any, ignore_index: Any) -> Tokens:
     index = np.asarray(index)
     ignored = np.zeros(index.shape, bool)
     if ignore_index is not None:
-        ignored = np.asarray(index == checked_number(NUMPY, TOKEN_LOGPROBS.name, "ignore_index", ignore_index, int))
+        ignored = np.asarray(index == rules.checked_ignore_index(NUMPY, TOKEN_LOGPROBS.name, ignore_index))
     # A large unsigned number is not in range either, so its int64 is not used.
     columns = np.where((index >= 0) & (index < x.shape[axis]), index.astype(np.int64), -1)
     return Tokens(axis, columns if index.ndim == x.ndim else np.expand_dims(columns, axis), ignored)

@@ -147,7 +147,7 @@ TORCH = Library(_check_array, _check_place, _kind_of, _is_number, _shape_hint)
 
 check_options = partial(arguments.check_options, TORCH)
 check_index = partial(arguments.check_index, TORCH)
-checked_number = partial(arguments.checked_number, TORCH)
+checked_ignore_index = partial(rules.checked_ignore_index, TORCH)
 
 
 def check_out_memory(name: str, x: torch.Tensor, options: ScoreOptions | None, out: torch.Tensor) -> None:

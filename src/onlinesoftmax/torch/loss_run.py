@@ -18,7 +18,7 @@ from ..ops.support import check_values, checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
 from . import loss_eager, loss_kernels, several_tokens
-from .arguments import TORCH, autocasts, check_options, check_scale_is_constant, checked_loss, checked_number
+from .arguments import TORCH, autocasts, check_options, check_scale_is_constant, checked_ignore_index, checked_loss
 from .autograd import prepared_results, results_of
 from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
 from .loss_arguments import MOST_EXACT_INDEX, UNSIGNED, Loss, counted, equals, is_class, signed, with_constants
@@ -152,7 +152,7 @@ def _int64_support(x: Tensor, axis: int, support: Any) -> tuple[tuple[Tensor, Te
 
 def without_ignored(found: TokenLogprobs, index: Tensor, ignore_index: Any) -> TokenLogprobs:
     """The results with a logprob of 0, which has no gradient, where the index is to be ignored."""
-    number = checked_number(TOKEN_LOGPROBS.name, "ignore_index", ignore_index, int)
+    number = checked_ignore_index(TOKEN_LOGPROBS.name, ignore_index)
     # torch.compile of torch 2.11 cannot return the result of `_replace`.
     logprob = found.logprob.masked_fill(equals(signed(index), number), 0.0)
     return TokenLogprobs(logprob, found.entropy, found.lse)
@@ -239,5 +239,5 @@ def check_tokens(x: Any, index: Any, dim: Any, ignore_index: Any = None, support
     index = signed(index)
     wrong = ~is_class(index, tokens)
     if ignore_index is not None:
-        wrong &= ~equals(index, checked_number(TOKEN_LOGPROBS.name, "ignore_index", ignore_index, int))
+        wrong &= ~equals(index, checked_ignore_index(TOKEN_LOGPROBS.name, ignore_index))
     check_range(f"{TOKEN_LOGPROBS}(): index", index, tokens, wrong)

@@ -47,6 +47,9 @@ def run_plain(
                 return eager.call_plain(operation, x, dim, keepdim)
             except NotImplementedError as error:
                 raise _not_floating(operation, x, error) from None
+            except (TypeError, ValueError, RuntimeError):
+                _check_dims_fit(operation, x, dim)
+                raise
         if type(dim) is int:
             # The fields of Settings as a tuple, which is found as the record in `run` is.
             arguments = operation, (dim, None, keepdim, choice, None), None
@@ -55,6 +58,13 @@ def run_plain(
                 found: torch.Tensor = prepared_call(x, out)
                 return found
     return run(Call(operation, x, Settings(dim, None, keepdim, Choice(*choice)), None, out))
+
+
+def _check_dims_fit(operation: Operation, x: torch.Tensor, dim: Any) -> None:
+    """Raise an error for a dimension that int64 does not hold: PyTorch's own names no argument."""
+    for one in dim if isinstance(dim, (tuple, list)) else (dim,):
+        if isinstance(one, int) and not -(2**63) <= one < 2**63:
+            checked_dim(operation.name, one, x.dim())
 
 
 def _not_floating(operation: Operation, x: torch.Tensor, error: NotImplementedError) -> NotImplementedError:
@@ -107,6 +117,7 @@ def run(call: Call) -> torch.Tensor:
     # On a CPU, and where our kernels cannot be used, PyTorch's own operations are the plan: eager/row.
     by_default = backend is None and reasons.why_not_by_default(x) is not None
     if (by_default or backend == "eager") and strategy in (None, "row"):
+        _check_dims_fit(operation, x, dim)
         y = _by_pytorch(call)
         if key and out is None:
             keep(PREPARED_CALLS, key, _prepared_by_pytorch(operation, settings, options))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...core.arguments import Library, check_index, check_logits, checked_number
+from ...core.arguments import Library, check_index, check_int64, check_logits, checked_number
 from ...core.arrays import Array
 from ...core.options import LARGEST_FLOAT32, check_number
 
@@ -34,16 +34,22 @@ def checked_numbers(
     plain = type(z_loss) is float or (type(z_loss) is int and abs(z_loss) < 2**63)
     if not (plain and type(index) is int and type(smoothing) in (float, int)):
         numbers = (
-            checked_number(library, name, "ignore_index", index, int),
+            checked_ignore_index(library, name, index),
             checked_number(library, name, "label_smoothing", smoothing, float),
             checked_number(library, name, "z_loss", z_loss, float),
         )
-    if not -(2**63) <= numbers[0] < 2**63:
-        raise ValueError(f"{name}(): ignore_index must fit int64, got {numbers[0]}")
+    check_int64(f"{name}()", "ignore_index", numbers[0])
     if not isinstance(reduction, str) or reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not a valid value for reduction: 'none', 'mean' or 'sum'")
     check_factors(f"{name}()", *numbers[1:], RuntimeError)
     return numbers
+
+
+def checked_ignore_index(library: Library, name: str, index: Any) -> int:
+    """ignore_index as an int of Python that int64 holds; `name` is that of the public function, for errors."""
+    number: int = checked_number(library, name, "ignore_index", index, int)
+    check_int64(f"{name}()", "ignore_index", number)
+    return number
 
 
 def check_factors(caller: str, smoothing: Any, z_loss: Any, of_smoothing: type[Exception] = ValueError) -> None:
