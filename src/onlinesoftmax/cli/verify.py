@@ -43,23 +43,24 @@ def verify(
     Example:
       onlinesoftmax verify --quick --backend triton --dtype bfloat16
     """  # noqa: D301  \b is typer's mark for lines that it does not wrap
+    where = _prepare(device)
+    from ..lab.verify import interpreted
     from ..torch.device import from_torch
 
-    where, interpreted = _prepare(device)
     cells, absent = _run(where, quick, {"backends": backend, "strategies": strategy, "operations": op, "dtypes": dtype})
     failed = any(cell.result == "fail" for cell in cells)
     if as_json:
         output.print_json({
-            "device": from_torch(where).name, "interpreter": interpreted, "quick": quick, "passed": not failed,
-            "unavailable": absent, "cells": [cell.as_dict() for cell in cells],
+            "device": from_torch(where).name, "interpreter": bool(interpreted(["triton"], where)), "quick": quick,
+            "passed": not failed, "unavailable": absent, "cells": [cell.as_dict() for cell in cells],
         })  # fmt: skip
     else:
         _print(cells, absent, where)
     raise typer.Exit(int(failed))
 
 
-def _prepare(device: str | None) -> tuple[str, bool]:
-    """(device, interpreted): interpreted is True where Triton's interpreter runs the kernels."""
+def _prepare(device: str | None) -> str:
+    """The device, "cpu" or "cuda"; on a CPU, interpreters run the kernels."""
     if importlib.util.find_spec("torch") is None:
         output.fail("verify compares with PyTorch, and torch is not installed: pip install 'onlinesoftmax[torch]'")
     import torch
@@ -74,10 +75,7 @@ def _prepare(device: str | None) -> tuple[str, bool]:
             os.environ["TRITON_INTERPRET"] = "1"
         # XLA takes longer to optimize the interpreted Pallas kernels than they take to run.
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    from ..kernels import registry
-
-    interpreted = registry.module_missing("triton", "triton") is None and registry.load("triton").interpreted()
-    return where, interpreted
+    return where
 
 
 def _run(device: str, quick: bool, asked: dict[str, list[str] | None]) -> tuple[list[Cell], dict[str, str]]:

@@ -74,7 +74,11 @@ def unavailable(backend: str, device: str) -> str | None:
 
 def interpreted(backends: Iterable[str], device: str) -> list[str]:
     """The names of the backends, of these, whose kernels an interpreter runs on this machine's "cpu" or "cuda"."""
-    of_device = {"triton": lambda: registry.load("triton").interpreted(), "pallas": lambda: device == "cpu"}
+
+    def by_triton() -> bool:
+        return registry.module_missing("triton", "triton") is None and registry.load("triton").interpreted()
+
+    of_device = {"triton": by_triton, "pallas": lambda: device == "cpu"}
     return [name for name in backends if name in of_device and of_device[name]()]
 
 
