@@ -169,7 +169,7 @@ def sample(folder: Path) -> None:
         "valid": np.zeros(rows, np.uint8), "top_tokens": np.zeros(rows * top, np.int64),
         "top_logprobs": np.zeros(rows * top, np.float32),
     }  # fmt: skip
-    numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top, *sampling.ABSENT)
+    numbers = (cols, cols, sampling.slice_of(cols, 2), 0, 0, top, *sampling.NEUTRAL)
     shape = sampling.Shape("float32", 2, 512, 2, True, 1)
     cuda_simulator.simulate_own(sampling.KERNEL, shape, arrays, numbers, rows, folder, divisor=4)
     assert arrays["top_tokens"].tolist() == [cols - 1, cols - 2, cols - 3] * rows
@@ -199,7 +199,7 @@ def list_largest(folder: Path) -> None:
         "target_logprob": np.zeros(1, np.float32), "target_rank": np.zeros(1, np.int64),
     }  # fmt: skip
     numbers = cols, cols, sampling.slice_of(cols, 2), k
-    shape = topk.Shape("float32", 2, 128, True, True, topk.FEW)
+    shape = topk.Shape("float32", 2, 128, True, True, topk.SHORT_LIST)
     cuda_simulator.simulate_own(topk.KERNEL, shape, arrays, numbers, 1, folder)
     assert arrays["indices"].tolist() == [*range(cols - 1, cols - 1 - k, -1)]
 

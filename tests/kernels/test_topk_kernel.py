@@ -23,7 +23,8 @@ def simulated(x: Tensor, k: int, target: Tensor | None, cluster: int, folder: Pa
     """Results of the kernel, by name."""
     rows, cols = x.shape
     dtype, aligned = str(x.dtype).removeprefix("torch."), unfiltered_launch.is_aligned(x)
-    of = topk.Shape(dtype, cluster, 128, aligned, target is not None, topk.FEW if k <= topk.FEW else topk.MOST)
+    most = topk.SHORT_LIST if k <= topk.SHORT_LIST else topk.MOST
+    of = topk.Shape(dtype, cluster, 128, aligned, target is not None, most)
     of = of._replace(**shape)
     out = {name: torch.full((rows, k), -5.0) for name in ("values", "logprobs")}
     out |= {name: torch.full((rows,), -5.0) for name in ("lse", "target_logprob")}
@@ -106,7 +107,7 @@ def test_lists_that_overflow(dtype: torch.dtype, folder: Path) -> None:
 )
 def test_the_kernel_compiles(arch: str, cluster: int, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
-    shape = topk.Shape("bfloat16", cluster, 512, True, False, topk.FEW)
+    shape = topk.Shape("bfloat16", cluster, 512, True, False, topk.SHORT_LIST)
     log = log_of(topk.KERNEL.source(shape), arch)
     assert not compile.usage(log)["spills"]
 

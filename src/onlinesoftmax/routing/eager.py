@@ -15,6 +15,7 @@ import torch
 from ..core.arrays import namespace
 from ..sampling.order import is_readable, largest
 from ..sampling.topk import CHUNK
+from ..torch.formulas import widened
 from . import formulas, selection
 from .results import Routed
 from .rules import Call, Gradients, Rule, Score
@@ -82,15 +83,10 @@ def _is_small(lse: Tensor) -> bool:
     return is_readable(lse) and bool((lse.abs() < 64).all())
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Logits in the dtype of the arithmetic."""
-    return x if x.dtype == torch.float32 or x.dtype == torch.float64 else x.float()
-
-
 @torch.no_grad()
 def choose(call: Call) -> Tensor:
     """The experts of each token, (T, k) int32; -1 for none, in every column of a token that is not valid."""
-    return _chosen(call, _wide(call.x), False)
+    return _chosen(call, widened(call.x), False)
 
 
 def _chosen(call: Call, x: Tensor, finite: bool) -> Tensor:
@@ -113,7 +109,7 @@ def found_at(call: Call, indices: Tensor, complete: bool = False, finite: bool =
         complete: True where none of them is -1.
         finite: True where the caller knows that all logits and biases are finite too, and needs no gradient.
     """
-    x = _wide(call.x)
+    x = widened(call.x)
     found = formulas.results_of(FUNCTIONS, x, call.bias, indices, call.rule, call.prob_sums, complete, finite)
     sums, counts = None, None
     if found.probabilities is not None:
@@ -138,7 +134,7 @@ def found_of(call: Call) -> Routed:
 
 
 def _found_of_part(call: Call) -> Routed:
-    x = _wide(call.x)
+    x = widened(call.x)
     finite = call.complete and _is_finite(x, call.bias)
     return found_at(call, _chosen(call, x, finite), call.complete, finite)
 
@@ -214,7 +210,7 @@ def gradient(call: Call, found: Routed, given: Gradients, complete: bool = False
         complete: True where the caller knows that no index is -1.
     """
     of, rule, indices = FUNCTIONS, call.rule, found.indices
-    x, lse, dlse = _wide(call.x), found.lse.unsqueeze(1), given.lse
+    x, lse, dlse = widened(call.x), found.lse.unsqueeze(1), given.lse
     valid = None if complete else (indices >= 0).any(1, keepdim=True)
     x = x if valid is None else torch.where(valid, x, 0.0)
     factor = None if dlse is None else dlse.unsqueeze(1)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..torch.fast_path import is_transformed
-from ..torch.formulas import PLAIN_TYPES, accumulator_of
+from ..torch.formulas import PLAIN_TYPES, widened
 from ..torch.gradients import adjacent, is_traced, reads_cuda
 from ..torch.namespace import NAMESPACE
 from .arguments import Logits
@@ -55,7 +55,7 @@ def sample_flat(
         tokens = None if found is None else largest(z, most)
     by_kernel = found is not None
     if found is None:
-        found = sample_rows(_wide(z), *given, listed)
+        found = sample_rows(widened(z), *given, listed)
     tops: list[Any] = [found.top_tokens, found.top_logprobs]
     support = None
     if most and by_kernel:
@@ -101,11 +101,6 @@ def _needs_operator(z: Tensor) -> bool:
     return is_traced(z) and not is_transformed() and z.is_cuda and z.dtype != torch.float64
 
 
-def _wide(z: Tensor) -> Tensor:
-    """Scores in float32 or float64."""
-    return z.to(accumulator_of(z.dtype, z.dtype))
-
-
 @torch.no_grad()
 def verify(
     target: Logits, drafts: Tensor, draft: Logits | None, parameters: Parameters, seed: Tensor, offset: Tensor
@@ -123,7 +118,7 @@ def verify(
     z, other = target.as_rows(), None if draft is None else draft.as_rows()
     if other is not None and other.dtype != z.dtype:
         # A kernel reads both in one dtype.  float64 stays as it is: no kernel takes it.
-        z, other = _wide(z), _wide(other)
+        z, other = widened(z), widened(other)
     verifier = _verify_by_operator if _needs_operator(z) else verify_flat
     left = verifier(z, drafts.reshape(seed.shape[0], n).long(), other, parameters, seed, offset)
     return Verified(*[t.reshape((*rows, *t.shape[1:])) for t in left])
@@ -142,7 +137,7 @@ def verify_flat(
         if run is not None:
             operands = parameters.temperature, seed, offset, parameters[1:4]
             return run(models[0], drafts.contiguous(), None if draft is None else models[1], *operands)
-    return verify_rows((_wide(z), None if draft is None else _wide(draft)), drafts, parameters, seed, offset)
+    return verify_rows((widened(z), None if draft is None else widened(draft)), drafts, parameters, seed, offset)
 
 
 def _verify_by_operator(

@@ -50,7 +50,7 @@ def sample(
             return lists_at_most(source.MOST_TOP)
         if found is None:
             return needs_more_memory(device)
-        numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), wanted, *source.ABSENT), "sample.cuh"
+        numbers, file = (*_sizes(cols, found.cluster), int(first), int(raw), wanted, *source.NEUTRAL), "sample.cuh"
         launch = source.KERNEL.launch(found, numbers, rows, found.dynamic_bytes)
     results = _types((rows,), **_OF_ROWS)
     if wanted:
@@ -112,7 +112,7 @@ def verify(first: bool, listed: int | None, device: Device, operands: Values) ->
         return shapes
     launches = []
     for own, each in zip(shapes.positions, shapes.each, strict=True):
-        numbers: tuple[int, ...] = *_sizes(cols, own.cluster), int(first), 0, 1, each, *source.ABSENT[1:]
+        numbers: tuple[int, ...] = *_sizes(cols, own.cluster), int(first), 0, 1, each, *source.NEUTRAL[1:]
         launches.append(source.KERNEL.launch(own, numbers, rows * each, own.dynamic_bytes))
     last = shapes.decision
     numbers = cols, *_sizes(cols, last.cluster), n, *[0] * (len(verification.NUMBERS) - 5)

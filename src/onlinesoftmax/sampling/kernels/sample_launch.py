@@ -18,7 +18,7 @@ from ...torch.prepare import allocator
 from ..results import Sampled
 from ..rules import Parameters
 from . import unfiltered_launch
-from .source import ABSENT, KERNEL, MOST_TOP, NARROW, Shape, shape_of, slice_of
+from .source import KERNEL, MOST_TOP, NARROW, NEUTRAL, Shape, shape_of, slice_of
 from .unfiltered_launch import WORD_OF, Run, fields_of
 from .which_kernel import is_unfiltered, refusal
 
@@ -74,7 +74,7 @@ def _launch_of(shape: Shape, count: int, numbers: tuple[int, ...], index: int) -
     plan = f"sample.cuh, {shape.cluster} x {shape.threads} threads for a row"
     kind = Kind("sample", (count, numbers[1]), shape.dtype, f"cuda:{index}")
     note_plan(kind, plan, "filters are given, tokens are listed, or drafts are verified")
-    own = launcher(KERNEL.launch(shape, (*numbers, *ABSENT[1:]), count, shape.dynamic_bytes))
+    own = launcher(KERNEL.launch(shape, (*numbers, *NEUTRAL[1:]), count, shape.dynamic_bytes))
 
     def launch(
         x: Tensor, temperature: Any, seed: Any, offset: Any, filters: tuple[Any, Any, Any], results: Sequence[int]

@@ -15,14 +15,14 @@ from ...kernels.cuda.source import declarations, typed
 from ..masses import FRACTION_BITS, MASS_BITS, POWER_OF_TWO
 from ..philox import ROUNDS
 
-_SHARED = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
+_COMMON = ("row/warp_shuffle", "row/list_sort", "channel/barrier", "channel/cluster_messages", "channel/cluster_words")
 
 _OWN = (
     "scores", "masses", "noise", "exchange", "tiles", "lists", "candidates", "choose", "parameters", "spread",
     "rivals", "by_mass", "search", "sample",
 )  # fmt: skip
 
-FILES = (*((name, cuda.__name__) for name in _SHARED), *((name, str(__package__)) for name in _OWN))
+FILES = (*((name, cuda.__name__) for name in _COMMON), *((name, str(__package__)) for name in _OWN))
 """Files of the kernel, in the order of inclusion."""
 
 TOKENS = 8
@@ -87,7 +87,7 @@ def bits_of(x: float, form: Literal["<f", "<d"]) -> int:
     return int.from_bytes(struct.pack(form, x), "little")
 
 
-ABSENT = (1, 0, 0, 0, bits_of(1.0, "<d"), 0, 0, 0)
+NEUTRAL = (1, 0, 0, 0, bits_of(1.0, "<d"), 0, 0, 0)
 """The numbers from `each` on where all operands are tensors with one value for each row, or absent filters."""
 
 

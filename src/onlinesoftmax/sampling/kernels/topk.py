@@ -23,8 +23,8 @@ NUMBERS = ("stride", "cols", "slice", "wanted")
 MOST = 1024
 """Most tokens of a list."""
 
-FEW = 128
-"""Largest k of the kernels with short lists, which take less shared memory."""
+SHORT_LIST = 128
+"""Most tokens of a short list, which takes less shared memory."""
 
 AT_ONCE = 4
 """Keys that each thread adds to a list before it is cut."""
@@ -48,7 +48,7 @@ class Shape(NamedTuple):
         threads: Threads of a block.
         aligned: True where every row begins on 16 bytes.
         target: True where a target is given.
-        most: Most tokens of a list: FEW or MOST.
+        most: Most tokens of a list: SHORT_LIST or MOST.
     """
 
     dtype: str
@@ -83,11 +83,11 @@ def shape_of(rows: int, cols: int, k: int, dtype: str, aligned: bool, target: bo
         cluster *= 2
     # With 256 threads, a multiprocessor has twice as many rows, of which one is read while another one is sorted: 67
     # microseconds for 81 at 512 x 128256 bfloat16 and k = 20 on an H100.  A long list is cut faster by more threads.
-    threads = 256 if k <= FEW and rows * cluster > 2 * device.multiprocessors else 512
+    threads = 256 if k <= SHORT_LIST and rows * cluster > 2 * device.multiprocessors else 512
     while threads > 128 and slice_of(cols, cluster) <= TOKENS * threads // 2:
         threads //= 2
     for fewer in (threads, max(threads // 2, 128)):
-        shape = Shape(dtype, cluster, fewer, aligned, target, FEW if k <= FEW else MOST)
+        shape = Shape(dtype, cluster, fewer, aligned, target, SHORT_LIST if k <= SHORT_LIST else MOST)
         if shape.dynamic_bytes + STATIC_BYTES <= device.shared_memory:
             return shape
     return None
