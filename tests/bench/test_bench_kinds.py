@@ -69,6 +69,7 @@ def test_a_suite_writes_a_record(
         ("linear-cross-entropy --peers jax.nn", "unknown peer 'jax.nn'; there are: ours-stored"),
         ("route --shape 4x8x9", "needs two sizes, tokens x experts"),
         ("route --shape 4x7", "7 experts are too few"),
+        ("route --shape 4x9000", "9000 experts are more than 8192"),
         ("route --peers liger", "unknown peer 'liger'; there are: torch, compile, quack, transformer"),
     ],
 )

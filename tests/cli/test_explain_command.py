@@ -179,3 +179,10 @@ def test_outputs_and_too_little_memory_are_shown() -> None:
     wrong = run("explain", "64x64", "--outputs", "loss", "--device", "h200")
     assert (wrong.exit_code, wrong.stderr.count("\n")) == (2, 1)
     assert "outputs: softmax has no output 'loss'" in wrong.stderr
+
+
+@pytest.mark.parametrize("classes", ["9" * 30, str(2**58)])
+def test_a_weight_that_no_memory_holds(classes: str) -> None:
+    result = run("explain", "9x5", "--op", "linear_token_loss", "--classes", classes)
+    assert result.exit_code == 2
+    assert result.stderr == f"Error: --classes: shape '{classes}x5': more elements than any memory holds\n"

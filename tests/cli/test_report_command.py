@@ -68,6 +68,7 @@ def test_by_default_the_records_of_the_checkout_are_shown(tmp_path: Path, monkey
         (["--dtype", "int8"], "Error: --dtype: unknown dtype 'int8'; there are: "),
         (["--framework", "mxnet"], "Error: --framework: unknown framework 'mxnet'; there are: torch, jax"),
         (["--rows", "0"], "Error: a number of rows must be at least 1, got 0"),
+        (["--rows", str(10**20)], "Error: a number of rows must be less than 2^60, got 1"),
         (["-o", "."], "Error: --out . is a folder; name a file"),
     ],
 )

@@ -250,6 +250,8 @@ def test_request_that_does_not_fit(tmp_path: Path, options: dict[str, Any], mess
         ({"axis": np.array([1, 2])}, "axis must be an int, not ndarray"),
         ({"chunk_bytes": "1M"}, "chunk_bytes must be a number of bytes, not str"),
         ({"chunk_bytes": True}, "chunk_bytes must be a number of bytes, not bool"),
+        ({"source": b"x.npy"}, "source must be a path, not bytes"),
+        ({"target": 3}, "target must be a path, not int"),
         ({"tensors": b"a"}, "tensors must be names or None, not bytes"),
         ({"tensors": 3}, "tensors must be names or None, not int"),
         ({"progress": 3}, "progress must be a function or None, not int"),
@@ -258,7 +260,13 @@ def test_request_that_does_not_fit(tmp_path: Path, options: dict[str, Any], mess
 def test_an_argument_of_a_wrong_type_is_named(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     np.save(tmp_path / "x.npy", normal(5, 6))
     with pytest.raises(TypeError, match=message):
-        apply_file(tmp_path / "x.npy", tmp_path / "y.npy", **options)
+        apply_file(**{"source": tmp_path / "x.npy", "target": tmp_path / "y.npy", **options})
+
+
+@pytest.mark.parametrize(("name", "has"), [("x", "has no suffix, and needs"), ("x.txt", "ends in '.txt', not in")])
+def test_a_name_without_a_known_suffix(name: str, has: str, tmp_path: Path) -> None:
+    with pytest.raises(FileError, match=rf"{name}: the name {has} one of \.npy, \.safetensors"):
+        apply_file(tmp_path / name, tmp_path / name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot write to: /proc")

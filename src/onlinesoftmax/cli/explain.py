@@ -177,7 +177,8 @@ def _explain(
         if asked["operation"] == "route" and asked["k"] is None:
             output.fail("--op route needs --k, the number of experts of a token")
         if head["classes"] is not None:
-            options["linear_weight"] = (head["classes"], sizes[-1])
+            with output.refusing("--classes: "):
+                options["linear_weight"] = parse_shape(f"{head['classes']}x{sizes[-1]}")
         if head["memory"] is not None:
             options["memory"] = parse_bytes(head["memory"])
         if head["gradients"] is not None:

@@ -100,7 +100,7 @@ def apply_file(
         >>> folder.cleanup()
     """
     began = time.perf_counter()
-    source, target = Path(source), Path(target)
+    source, target = _path("source", source), _path("target", target)
     team = Team(target, group)
     with team.failing_together():
         _check_types(axis, chunk_bytes, tensors, progress)
@@ -146,6 +146,13 @@ def _run(
         for job in jobs:
             Transfer(job, Ends(reader, writer, source, target, team), arrays, count).run()
     return sum(team.agree(done))
+
+
+def _path(argument: str, value: Any) -> Path:
+    try:
+        return Path(value)
+    except TypeError:
+        raise TypeError(f"apply_file(): {argument} must be a path, not {type(value).__name__}") from None
 
 
 def _check_types(axis: Any, chunk_bytes: Any, tensors: Any, progress: Any) -> None:

@@ -80,7 +80,8 @@ def read_header(path: Path) -> tuple[list[Stored], dict[str, str] | None]:
         FileError: the file is missing, no regular file, in another format, truncated or corrupt.
     """
     if path.suffix.lower() not in SUFFIXES:
-        raise FileError(f"{path}: the name ends in {path.suffix or 'no suffix'!r}, not in one of {', '.join(SUFFIXES)}")
+        has = f"ends in {path.suffix!r}, not in" if path.suffix else "has no suffix, and needs"
+        raise FileError(f"{path}: the name {has} one of {', '.join(SUFFIXES)}")
     with reading(path) as file, naming(path, "cannot be read"):
         size = os.fstat(file.fileno()).st_size
         if path.suffix.lower() == ".npy":

@@ -34,7 +34,7 @@ def parse_shape(text: str) -> Shape:
     """
     sizes = []
     for part in re.split(r"[xX×*]", text.strip()):
-        match = re.fullmatch(r"\s*(\d{1,19})(?:\^(\d{1,2}))?\s*", part, re.ASCII)
+        match = re.fullmatch(r"\s*(\d{1,99})(?:\^(\d{1,2}))?\s*", part, re.ASCII)
         if not match:
             raise ValueError(f"shape {text!r}: expected sizes with x between them, as in 4096x50257")
         base = int(match[1])

@@ -18,7 +18,7 @@ from ...core.task import ITEMSIZE
 from ...explanation import Explanation, explain
 from ...ops import FORWARD, OPERATIONS
 from ..bench.tune_shapes import CLASSES
-from ..names import check_names
+from ..names import MOST_ELEMENTS, check_names
 
 FRAMEWORKS: dict[str, tuple[str, ...]] = {
     "torch": tuple(SCORE_OPTIONS),
@@ -78,7 +78,7 @@ class Choices:
         frameworks: Names in FRAMEWORKS.
 
     Raises:
-        ValueError: a name is unknown, or a number of rows is not positive.
+        ValueError: a name is unknown, or a number of rows is not positive, or too large.
     """
 
     gpus: Sequence[str] = ("h200", "h100", "a100")
@@ -95,6 +95,8 @@ class Choices:
         check_names("framework", self.frameworks, FRAMEWORKS)
         if min(self.rows, default=1) < 1:
             raise ValueError(f"a number of rows must be at least 1, got {min(self.rows)}")
+        if max(self.rows, default=1) >= MOST_ELEMENTS:
+            raise ValueError(f"a number of rows must be less than 2^60, got {max(self.rows)}")
 
     def combinations(self) -> list[Combination]:
         """Every combination of the choices that our functions can be called with."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ....routing.rules import MOST_EXPERTS
 from ...names import check_names
 from ..cases import LogitsCase
 
@@ -45,6 +46,8 @@ class RouteCase(LogitsCase):
         given = self.arguments
         if given["k"] > self.shape[1] * given.get("group_k", 1) // given.get("groups", 1):
             raise ValueError(f"{self.operation} with {self.gate}: {self.shape[1]} experts are too few")
+        if self.shape[1] > MOST_EXPERTS:
+            raise ValueError(f"{self.operation}: {self.shape[1]} experts are more than {MOST_EXPERTS}")
 
     def __str__(self) -> str:
         return f"{'x'.join(map(str, self.shape))}, {self.gate}{' with gradient' if self.with_gradient else ''}"
