@@ -328,9 +328,16 @@ def test_chunks_of_other_shapes_and_dtypes() -> None:
 
 
 def test_chunks_that_cannot_be() -> None:
-    with pytest.raises(ValueError, match="empty"):
+    with pytest.raises(ValueError, match="state_of_chunks: there are no chunks"):
         state_of_chunks([])
     with pytest.raises(ValueError, match="'logsumexp'"):
         next(softmax_chunks(lambda: [np.zeros(3)], operation="logsumexp"))
     with pytest.raises(TypeError):
         state_of_chunks([np.zeros(3, int)])
+
+
+def test_chunks_that_are_not_iterable() -> None:
+    with pytest.raises(TypeError, match="state_of_chunks: chunks must be an iterable of arrays, not int"):
+        state_of_chunks(3)  # type: ignore[arg-type]  # the mistake itself
+    with pytest.raises(TypeError, match=r"softmax_chunks: chunks\(\) must be an iterable of arrays, not NoneType"):
+        list(softmax_chunks(lambda: None))  # type: ignore[arg-type,return-value]  # the mistake itself

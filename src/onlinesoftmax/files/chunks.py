@@ -34,7 +34,7 @@ def state_of_chunks(chunks: Iterable[Array], dim: int = -1) -> State:
 
     Raises:
         ValueError: there are no chunks, or a chunk does not fit the first one.
-        TypeError: a chunk is not a floating-point array.
+        TypeError: `chunks` is not iterable, or a chunk is not a floating-point array.
         IndexError: dim is out of range.
 
     Example:
@@ -46,7 +46,7 @@ def state_of_chunks(chunks: Iterable[Array], dim: int = -1) -> State:
     # States merge like the carries of a binary counter. The merges form a balanced tree, so the rounding
     # error grows with the logarithm of the number of chunks.
     states: list[State] = []
-    for count, chunk in enumerate(chunks, 1):
+    for count, chunk in enumerate(_iterator("state_of_chunks: chunks", chunks), 1):
         state = State.of(chunk, dim)
         m = states[0].m if states else state.m
         if (state.m.shape, state.m.dtype) != (m.shape, m.dtype):
@@ -59,6 +59,8 @@ def state_of_chunks(chunks: Iterable[Array], dim: int = -1) -> State:
         for _ in range(trailing_zeros):
             right = states.pop()
             states.append(states.pop().merge(right))
+    if not states:
+        raise ValueError("state_of_chunks: there are no chunks")
     return State.merge_all(states)
 
 
@@ -81,7 +83,7 @@ def softmax_chunks(
     Raises:
         ValueError: there are no chunks, a chunk does not fit the others, the second pass has other chunks than the
             first, or the operation is unknown.
-        TypeError: `chunks` is no function, or a chunk is not a floating-point array.
+        TypeError: `chunks` is no function that returns an iterable, or a chunk is not a floating-point array.
         IndexError: dim is out of range.
 
     Source:
@@ -103,7 +105,7 @@ def softmax_chunks(
         )
     sizes: list[int] = []
     first = chunks()
-    state = state_of_chunks(_measured(first, dim, sizes), dim)
+    state = state_of_chunks(_measured(_iterator("softmax_chunks: chunks()", first), dim, sizes), dim)
     second, left = chunks(), sum(sizes)
     if second is first and iter(second) is second:
         raise ValueError("softmax_chunks: chunks() returned one iterator twice; it must return a new one in every call")
@@ -118,6 +120,13 @@ def softmax_chunks(
             f"softmax_chunks: the second call of chunks() returned {'fewer' if left > 0 else 'more'} elements than the "
             f"first, which returned {sum(sizes)} along dim {dim}; every call must return the same chunks"
         )
+
+
+def _iterator(what: str, chunks: Iterable[Array]) -> Iterator[Array]:
+    try:
+        return iter(chunks)
+    except TypeError:
+        raise TypeError(f"{what} must be an iterable of arrays, not {type(chunks).__name__}") from None
 
 
 def _measured(chunks: Iterable[Array], dim: int, sizes: list[int]) -> Iterator[Array]:
