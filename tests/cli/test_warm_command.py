@@ -63,6 +63,9 @@ def test_each_kernel_has_a_name_and_calls_that_share_one_say_so(
         ("4x5 --op sotfmax --device h100", "--op: unknown operation 'sotfmax'; there are: softmax, "),
         ("4x5 --op sample --dtype float64 --device h100", "sample: kernels read float32"),
         ("4x5 --dim 2 --device h100", "Dimension out of range"),
+        ("4x5 --op sample --with-gradient --device h100", "--with-gradient: sample takes none; softmax, "),
+        ("4x5 --reduction sum --device h100", "--reduction: softmax takes none; cross_entropy would"),
+        ("4x5 --op sample --op cross_entropy --dim 0 --device h100", "--dim: sample, cross_entropy takes none; "),
     ],
 )
 def test_what_cannot_be_warmed(arguments: str, words: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ..ops import FORWARD
+from ..ops import FORWARD, OPERATIONS
 from . import output
 from .options import AS_JSON, DTYPES, REDUCTIONS, known_device, named
 
@@ -28,8 +28,12 @@ def warm(
         "dtype", DTYPES, ["bfloat16"], help=f"Dtype: {', '.join(DTYPES)}; repeatable.  By default bfloat16."
     ),
     with_gradient: bool = typer.Option(False, "--with-gradient", help="The kernels of the gradients too."),
-    reduction: str = named("reduction", REDUCTIONS, "mean", help="Reduction of a loss: mean, sum or none."),
-    dim: int = typer.Option(-1, help="The softmax dimension; a loss has its classes where PyTorch has them."),
+    reduction: str | None = named(
+        "reduction", REDUCTIONS, help="Reduction of a loss: mean, sum or none; by default mean."
+    ),
+    dim: int | None = typer.Option(
+        None, help="The softmax dimension, by default the last; a loss has its classes where PyTorch has them."
+    ),
     device: str | None = known_device(help="A known device, as h100; by default this machine's GPU."),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -61,8 +65,19 @@ def warm(
         shapes = [parse_shape(text) for text in shape]
     if machine.kind != "cuda":
         output.fail("warm compiles for an NVIDIA GPU; name the one that the image will run on, as in --device h100")
-    asked = [Asked(*each, dim, with_gradient, reduction) for each in product(op, shapes, dtype)]
+    _check_use(op, {"--with-gradient": with_gradient, "--reduction": reduction is not None, "--dim": dim is not None})
+    numbers = -1 if dim is None else dim, with_gradient, reduction or "mean"
+    asked = [Asked(*each, *numbers) for each in product(op, shapes, dtype)]
     _compile(asked, machine, as_json)
+
+
+def _check_use(functions: list[str], given: dict[str, bool]) -> None:
+    """Refuse an option that is given, and that none of the functions takes."""
+    losses = [name for name in FORWARD if OPERATIONS[name].call_outputs]
+    others = [name for name in FORWARD if name not in losses]
+    for option, takers in {"--with-gradient": FORWARD, "--reduction": losses, "--dim": others}.items():
+        if given[option] and not set(takers) & set(functions):
+            output.fail(f"{option}: {', '.join(functions)} takes none; {', '.join(takers)} would")
 
 
 def _compile(asked: list[Asked], machine: Device, as_json: bool) -> None:
