@@ -44,8 +44,6 @@ def softmax_table(records: Records) -> str:
     """The suite forward on an H200: our share of the copy in each dtype, and that of each library in bfloat16."""
     name = "h200-forward"
     found = [each for each in records.cases(name, dtype="bfloat16") if _is_shown(each.case)]
-    if not found:
-        return ABSENT
     dtypes = [dtype for dtype in DTYPES if records.cases(name, dtype=dtype)]
     header = ["rows × cols", "strategy", *(f"ours, {SHORT[dtype]}" for dtype in dtypes)]
     header += [f"{library}, bf16" for library in NAMES.values()]
@@ -54,7 +52,7 @@ def softmax_table(records: Records) -> str:
         mine = [share(records.result(replace(each.case, dtype=dtype), "ours", name)) for dtype in dtypes]
         theirs = [share(result_of(each, who)) for who in NAMES]
         rows.append([shape(each.case), strategy(each), f"**{mine[0]}**", *mine[1:], *theirs])
-    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+    return records.table(header, rows, name)
 
 
 def _is_shown(case: Case) -> bool:
@@ -67,20 +65,16 @@ def _is_inner(case: Case) -> bool:
 
 def single_row_table(records: Records) -> str:
     """The suite single-row on an H200: every fourth length."""
-    found = records.cases("h200-single-row", dtype="bfloat16")
-    if not found:
-        return ABSENT
-    rows = []
-    for each in found[::4]:
-        wide = records.result(replace(each.case, dtype="float32"), "ours", "h200-single-row")
+    name, rows = "h200-single-row", []
+    for each in records.cases(name, dtype="bfloat16")[::4]:
+        wide = records.result(replace(each.case, dtype="float32"), "ours", name)
         mine, theirs = ours(each), result_of(each, "torch")
         rows.append([
-            f"2^{each.case.shape[-1].bit_length() - 1}", strategy(each),
-            microseconds(each.copy and each.copy.median_us), microseconds(mine.times and mine.times.median_us),
-            f"**{share(mine)}**", share(wide), microseconds(theirs and theirs.times and theirs.times.median_us),
+            f"2^{each.case.shape[-1].bit_length() - 1}", strategy(each), microseconds(each.copy),
+            microseconds(mine.times), f"**{share(mine)}**", share(wide), microseconds(theirs and theirs.times),
         ])  # fmt: skip
     header = ("columns", "strategy", "copy, µs", "ours, µs", "of the copy, bf16", "of the copy, fp32", "PyTorch, µs")
-    return f"{table(header, rows)}\n\n{source(records.get('h200-single-row'))}"
+    return records.table(header, rows, name)
 
 
 def lengths_text(records: Records) -> str:
@@ -145,8 +139,6 @@ def fused_table(records: Records) -> str:
     """The suite fused on an H200: one row for each option, one column for each shape."""
     name = "h200-fused"
     found = records.cases(name)
-    if not found:
-        return ABSENT
     shapes = list(dict.fromkeys(each.case.shape for each in found))
     rows = []
     for option in dict.fromkeys(each.case.fused for each in found):
@@ -154,7 +146,7 @@ def fused_table(records: Records) -> str:
         theirs = spread(result.of_copy for each in mine for result in each.results if result.who == "torch")
         rows.append([" and ".join(option) or "none", *(_pair(mine, size) for size in shapes), theirs])
     header = ("option", *(" × ".join(map(str, size)) for size in shapes), "PyTorch")
-    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+    return records.table(header, rows, name)
 
 
 def _pair(found: Iterable[CaseResult], size: Sequence[int]) -> str:
@@ -176,10 +168,7 @@ def h100_table(records: Records) -> str:
          spread(result.of_copy for each in mine for result in each.results if result.who == "torch")]
         for key, mine in groups.items()
     ]  # fmt: skip
-    if not rows:
-        return ABSENT
-    header = ("operation", "strategy", "columns", "cases", "ours", "PyTorch")
-    return f"{table(header, rows)}\n\n{source(*map(records.get, names))}"
+    return records.table(("operation", "strategy", "columns", "cases", "ours", "PyTorch"), rows, *names)
 
 
 def _kind(found: CaseResult) -> str:
@@ -219,11 +208,8 @@ def jax_table(records: Records) -> str:
             spread(by_pallas.get(each.case) for each in mine),
             theirs + (f"; wrong in {wrong} of {len(mine)}" if wrong else ""),
         ])  # fmt: skip
-    if not rows:
-        return ABSENT
     header = ("operation and rows", "columns", "ours, bf16", "ours, fp32", "ours by Pallas", "jax.nn")
-    measured = [*names, *(name.replace("jax-", "jax-pallas-") for name in names)]
-    return f"{table(header, rows)}\n\n{source(*map(records.get, measured))}"
+    return records.table(header, rows, *names, *(name.replace("jax-", "jax-pallas-") for name in names))
 
 
 def jax_calls_table(records: Records) -> str:
@@ -235,12 +221,12 @@ def jax_calls_table(records: Records) -> str:
         mine, theirs, before = ours(each), result_of(each, "jax.nn"), in_torch.get(each.case)
         if mine.times and before and before.times:
             rows.append([
-                shape(each.case), SHORT[each.case.dtype], str(each.case.calls), microseconds(before.times.median_us),
-                f"**{microseconds(mine.times.median_us)}**", f"{mine.times.median_us / before.times.median_us:.3f}",
-                microseconds(theirs.times.median_us if theirs and theirs.times else None),
+                shape(each.case), SHORT[each.case.dtype], str(each.case.calls), microseconds(before.times),
+                f"**{microseconds(mine.times)}**", f"{mine.times.median_us / before.times.median_us:.3f}",
+                microseconds(theirs and theirs.times),
             ])  # fmt: skip
     header = ("rows × columns", "dtype", "calls", "PyTorch, µs", "JAX, µs", "JAX over PyTorch", "jax.nn, µs")
-    return f"{table(header, rows)}\n\n{source(*map(records.get, names))}" if rows else ABSENT
+    return records.table(header, rows, *names)
 
 
 def _rows_of(case: Case) -> str:

@@ -22,7 +22,6 @@ from .markdown import (
     sizes,
     source,
     spread,
-    table,
     together,
     without_time,
 )
@@ -60,8 +59,6 @@ def _of_heads(records: Records, suite: str) -> str:
     """A row for each head, of the newest record; a column for each way that some head was timed by."""
     name = records.newest(suite)
     found = records.cases(name)
-    if not found:
-        return ABSENT
     results = [(who, result_of(each, who)) for who in HEAD_WAYS for each in found]
     timed = dict.fromkeys(who for who, result in results if result and result.of_products is not None)
     header = ["tokens × hidden → classes", "three products", *(HEAD_WAYS[who] for who in timed)]
@@ -69,9 +66,9 @@ def _of_heads(records: Records, suite: str) -> str:
     for each in found:
         tokens, hidden, classes = each.case.shape
         cells = [_of_products(result_of(each, who)) for who in timed]
-        products = microseconds(each.three_products and each.three_products.median_us)
-        rows.append([f"{sizes((tokens, hidden))} → {classes}", f"{products} µs", f"**{cells[0]}**", *cells[1:]])
-    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+        products = f"{microseconds(each.three_products)} µs"
+        rows.append([f"{sizes((tokens, hidden))} → {classes}", products, f"**{cells[0]}**", *cells[1:]])
+    return records.table(header, rows, name)
 
 
 def _of_products(result: Result | None) -> str:
@@ -98,8 +95,6 @@ def token_logprobs_table(records: Records) -> str:
 def _with_gradient(records: Records, name: str) -> str:
     """Times in copies in bfloat16 and float32, and the extra memory in bfloat16: a row for each shape and reduction."""
     found = records.cases(name, dtype="bfloat16")
-    if not found:
-        return ABSENT
     header = ["rows × classes", "", "ours", *NAMES.values(), "extra: ours", "extra: PyTorch"]
     rows = []
     for each in sorted(found, key=lambda each: each.case.reduction != "mean"):
@@ -110,15 +105,13 @@ def _with_gradient(records: Records, name: str) -> str:
             shape(each.case), each.case.reduction, f"**{cells[0]}**", *cells[1:],
             size(ours(each).extra_bytes), size(theirs.extra_bytes if theirs else None),
         ])  # fmt: skip
-    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+    return records.table(header, rows, name)
 
 
 def read_only_table(records: Records) -> str:
     """Passes that only read: shares of the copy's bandwidth."""
     name = "h200-read-only"
     found = records.cases(name, dtype="bfloat16")
-    if not found:
-        return ABSENT
     operations = list(dict.fromkeys(each.case.operation for each in found))
     rows = []
     for case in dict.fromkeys(replace(each.case, operation="logsumexp", reduction="") for each in found):
@@ -134,8 +127,7 @@ def read_only_table(records: Records) -> str:
         )
         theirs = together(share(records.result(each, "torch", name)) for each in each_operation)
         rows.append([shape(case), *mine, theirs])
-    header = ["rows × cols", *operations, "PyTorch's three, bf16"]
-    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+    return records.table(("rows × cols", *operations, "PyTorch's three, bf16"), rows, name)
 
 
 def reductions_table(records: Records) -> str:
@@ -148,7 +140,7 @@ def reductions_table(records: Records) -> str:
         rows.append([f'`reduction="{reduction}"`', *map(copies, found.values()), *extra])
     header = ("forward and backward, 8192 × 128256, bfloat16", "ours", "PyTorch", "torch.compile",
               "extra memory, ours", "extra memory, PyTorch")  # fmt: skip
-    return f"{table(header, rows)}\n\n{source(records.get(CROSS_ENTROPY))}"
+    return records.table(header, rows, CROSS_ENTROPY)
 
 
 def token_logprobs_text(records: Records) -> str:
@@ -168,15 +160,12 @@ def token_logprobs_text(records: Records) -> str:
 
 def jax_losses_table(records: Records) -> str:
     """Cross-entropy with its gradient in JAX, in times of XLA's copy."""
-    found = records.cases(IN_JAX)
-    if not found:
-        return ABSENT
     rows = [
         [shape(each.case), SHORT[each.case.dtype], each.case.reduction, f"**{copies(ours(each))}**",
          copies(result_of(each, "jax.nn"))]
-        for each in found
+        for each in records.cases(IN_JAX)
     ]  # fmt: skip
-    return f"{table(('rows × classes', 'dtype', 'reduction', 'ours', 'jax.nn'), rows)}\n\n{source(records.get(IN_JAX))}"
+    return records.table(("rows × classes", "dtype", "reduction", "ours", "jax.nn"), rows, IN_JAX)
 
 
 def distributed_table(records: Records) -> str:
@@ -186,7 +175,7 @@ def distributed_table(records: Records) -> str:
     def cells(each: CaseResult) -> list[str]:
         results = {result.who: result for result in each.results if result.times}
         extra = (size(results[who].extra_bytes if who in results else None) for who in ("ours", "loss-parallel"))
-        return [microseconds(each.copy and each.copy.median_us), *_times(each, WAYS), *extra]
+        return [microseconds(each.copy), *_times(each, WAYS), *extra]
 
     return _of_many(records, "distributed", header, cells)
 
@@ -229,8 +218,7 @@ def sharded_heads_table(records: Records) -> str:
     ways = {who: name for who, name in WAYS.items() if who in ("ours", "collective", "one-process")}
 
     def cells(each: CaseResult) -> list[str]:
-        products = (each.three_products, each.four_products)
-        return [*_times(each, ways), *(microseconds(bare and bare.median_us) for bare in products)]
+        return [*_times(each, ways), *map(microseconds, (each.three_products, each.four_products))]
 
     header = (*ways.values(), "three products on one GPU", "four products on one GPU")
     return _of_many(records, "distributed-heads", header, cells)
@@ -238,7 +226,7 @@ def sharded_heads_table(records: Records) -> str:
 
 def _times(each: CaseResult, ways: Iterable[str]) -> list[str]:
     times = {result.who: result.times for result in each.results}
-    found = [microseconds(of.median_us) if (of := times.get(who)) else NOTHING for who in ways]
+    found = [microseconds(times.get(who)) for who in ways]
     return [f"**{found[0]}**", *found[1:]]
 
 
@@ -249,7 +237,7 @@ def _of_many(records: Records, suite: str, header: Sequence[str], cells: Callabl
         [f"{_name(each)} on {_gpus(record)}", *cells(each)]
         for record in found for each in record.results if not each.skipped
     ]  # fmt: skip
-    return f"{table(('call', *header), rows)}\n\n{source(*found)}" if rows else ABSENT
+    return records.table(("call", *header), rows, *(record.name.removesuffix(".json") for record in found))
 
 
 def _newest(records: Iterable[Record]) -> list[Record]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CANNOT, CaseResult, Result
+from onlinesoftmax.lab.bench.timing import Times
 from onlinesoftmax.lab.report.records import Record
 
 NOTHING = "–"
@@ -68,8 +69,9 @@ def size(nbytes: int | None) -> str:
     return f"{nbytes / 1e3:.0f}\u00a0kB" if nbytes else "0"
 
 
-def microseconds(us: float | None) -> str:
-    """A time of a call."""
+def microseconds(time: Times | float | None) -> str:
+    """The median of the times of a call, or a time."""
+    us = time.median_us if isinstance(time, Times) else time
     return NOTHING if us is None else f"{us:.1f}" if us < 100 else f"{us:.0f}"
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import BOTH, LARGE, PLAIN, RECORDING, Result
 from onlinesoftmax.lab.report.panels import NAMES
@@ -17,16 +15,12 @@ def host_table(records: Records) -> str:
     groups: dict[str, dict[str, Result]] = {}
     for case, result in _calls(records, "h200-host"):
         groups.setdefault(f"`{case.operation}`, {shape(case)}", {})[result.who] = result
-    if not groups:
-        return ABSENT
     rows = [
-        [call, *(" / ".join(microseconds(found[who].calls[name].median_us) for who in ("ours", "torch"))
+        [call, *(" / ".join(microseconds(found[who].calls[name]) for who in ("ours", "torch"))
                  for name in CALLS)]
         for call, found in groups.items()
     ]  # fmt: skip
-    return (
-        f"{table(('call', *(f'{name}: ours / PyTorch' for name in CALLS)), rows)}\n\n{source(records.get('h200-host'))}"
-    )
+    return records.table(("call", *(f"{name}: ours / PyTorch" for name in CALLS)), rows, "h200-host")
 
 
 CALLS = (PLAIN, RECORDING, BOTH)
@@ -38,14 +32,11 @@ def cold_table(records: Records) -> str:
     groups: dict[tuple[str, str], list[Result]] = {}
     for _, result in _calls(records, "h200-cold"):
         groups.setdefault((NAMES.get(result.who, result.who), result.state), []).append(result)
-    if not groups:
-        return ABSENT
     rows = []
     for key, results in groups.items():
         times = ([result.calls[name].median_us / 1e3 for name in names for result in results] for names in FIRST)
         rows.append([*key, *(f"{microseconds(min(each))}\u00a0to\u00a0{microseconds(max(each))}" for each in times)])
-    header = ("library", "caches", "first call", "new shape")
-    return f"{table(header, rows)}\n\n{source(records.get('h200-cold'))}"
+    return records.table(("library", "caches", "first call", "new shape"), rows, "h200-cold")
 
 
 FIRST = (("first",), ("new rows", "new length", "other length"))
@@ -54,15 +45,14 @@ FIRST = (("first",), ("new rows", "new length", "other length"))
 
 def jax_cold_table(records: Records) -> str:
     """The times of first calls in JAX: of the kernels that are planned by default, of CUDA kernels, and of `jax.nn`."""
-    found = {name: records.get(name) for suite in ("jax-cold", "jax-cuda-cold") if (name := records.first(suite))}
+    names = [name for suite in ("jax-cold", "jax-cuda-cold") if (name := records.first(suite))]
     rows = [
-        [f"`{case.operation}`, {shape(case)}, {Path(record.name).stem.partition('-')[0].upper()}",
+        [f"`{case.operation}`, {shape(case)}, {name.partition('-')[0].upper()}",
          f"{result.plan.backend}/{result.plan.strategy}" if result.plan else result.who, result.state,
          *(microseconds(result.calls[call].median_us / 1e3) for call in FIRST_IN_JAX)]
-        for name, record in found.items() if record for case, result in _calls(records, name)
+        for name in names for case, result in _calls(records, name)
     ]  # fmt: skip
-    header = ("call", "kernel", "caches", *FIRST_IN_JAX)
-    return f"{table(header, rows)}\n\n{source(*found.values())}" if rows else ABSENT
+    return records.table(("call", "kernel", "caches", *FIRST_IN_JAX), rows, *names)
 
 
 FIRST_IN_JAX = ("first", "new length", "other length", "again")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 from onlinesoftmax.lab.report.records import Record, read
+
+from .markdown import ABSENT, source, table
 
 
 class Records:
@@ -52,6 +54,11 @@ class Records:
     def result(self, case: Case, who: str, name: str) -> Result | None:
         """The result of a library for a case of a record; None where there is none."""
         return next((result_of(each, who) for each in self.cases(name) if each.case == case), None)
+
+    def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *names: str) -> str:
+        """A table, and a line that names the records that it is made from; ABSENT without any row."""
+        lines = list(rows)
+        return f"{table(header, lines)}\n\n{source(*map(self.get, names))}" if lines else ABSENT
 
 
 def fits(case: Case, fields: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from onlinesoftmax.lab.bench.heads.cases import POLICY, TRAINING
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 
-from .markdown import ABSENT, NOTHING, size, source, table, together, without_time
+from .markdown import NOTHING, size, together, without_time
 from .records import Records, result_of
 from .tokens import WAYS
 
@@ -64,8 +64,6 @@ def _table(
     cell: Callable[[CaseResult, Result], str],
 ) -> str:  # fmt: skip
     """A row for each case, whose fastest way is bold, and a column for each way that has a time in some case."""
-    if not found:
-        return ABSENT
     results = {who: [result_of(each, who) for each in found] for who in ways}
     timed = [who for who, ours in results.items() if any(result and result.times for result in ours)]
     rows = []
@@ -73,7 +71,7 @@ def _table(
         here = [results[who][i] for who in timed]
         least = min(result.times.median_us for result in here if result and result.times)
         rows.append([named(each), *(_cell(each, result, cell, least) for result in here)])
-    return f"{table(('step', *(ways[who] for who in timed)), rows)}\n\n{source(records.get(name))}"
+    return records.table(("step", *(ways[who] for who in timed)), rows, name)
 
 
 def named(found: CaseResult) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 
-from .markdown import ABSENT, NOTHING, microseconds, sizes, source, table, without_time
+from .markdown import NOTHING, microseconds, sizes, without_time
 from .records import Records, result_of
 
 WAYS = {
@@ -38,8 +38,6 @@ def _of_tokens(records: Records, suite: str, axes: str = "rows × tokens") -> st
         if isinstance(found.case, TokenCase):
             group = groups.setdefault((sizes(found.case.shape), found.case.asked), {})
             group.setdefault(found.case.dtype, []).append(found)
-    if not groups:
-        return ABSENT
     timed = {result.who for each in records.cases(name) for result in each.results if result.times is not None}
     ways = {who: title for who, title in WAYS.items() if who in timed}
     header = [axes, "", "one read", "ours", *ways.values(), "bfloat16: one read", "ours"]
@@ -49,7 +47,7 @@ def _of_tokens(records: Records, suite: str, axes: str = "rows × tokens") -> st
         others = [_of_way(wide, who) for who in ways]
         ours = [f"**{_of_way(each, 'ours')}**" if each else NOTHING for each in (wide, narrow)]
         rows.append([shape, asked, _of_reads(wide), ours[0], *others, _of_reads(narrow), ours[1]])
-    return f"{table(header, rows)}\n\n{source(records.get(name))}"
+    return records.table(header, rows, name)
 
 
 def _of_way(found: list[CaseResult], who: str) -> str:
