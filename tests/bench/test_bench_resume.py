@@ -28,13 +28,13 @@ THREE = (*SMALL, "--op", "softmax", "--op", "log_softmax", "--op", "logsumexp")
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The operations that are measured from here on."""
     found: list[str] = []
-    timed = measure._measure
+    timed = measure.measure_begun
 
     def counted(case: Case, *rest: Any) -> CaseResult:
         found.append(case.operation)
         return timed(case, *rest)
 
-    monkeypatch.setattr(measure, "_measure", counted)
+    monkeypatch.setattr(measure, "measure_begun", counted)
     return found
 
 

@@ -13,8 +13,8 @@ import torch
 from ...explanation import Explanation
 from .cases import Case, Inputs
 from .inputs import lacks_memory, make_inputs
-from .measure import check_all, clock_of
-from .peers import Ours, Peer, first_line
+from .measure import check_each, check_of_rows, clock_of, ours_of, planned
+from .peers import Peer, first_line
 from .result import BARE, BOTH, OUT, PLAIN, RECORDING, CaseResult, Result
 from .timing import Clock, Times
 
@@ -78,20 +78,21 @@ def _prepared_by(
     if not peer.in_torch:
         reason = "takes arrays of JAX: the conversion of tensors would be measured"
         return Result(peer.name, "refused", reason), {}
-    checked, both = check_all(case, inputs, [peer]), check_all(with_gradient, more, [peer])
-    (plain,), (gradient,) = checked.results, both.results
+    ours = ours_of([peer], inputs[0].device)
+    (plain,), called = check_each(case, [peer], check_of_rows(case, inputs, ours))
+    (gradient,), both = check_each(with_gradient, [peer], check_of_rows(with_gradient, more, ours))
     result = replace(plain if plain.status != "ok" or not gradient.failed else gradient, extra_bytes=None)
     if result.status != "ok":
         return result, {}
-    calls: Calls = {PLAIN: checked.calls[peer.name]}
+    calls: Calls = {PLAIN: called[peer.name]}
     reasons = [_add_out(calls, peer, case, inputs)]
     if gradient.status == "ok":
         calls[RECORDING] = partial(peer.prepare(case), *peer.arguments(with_gradient, more)[: len(inputs)])
-        calls[BOTH] = both.calls[peer.name]
+        calls[BOTH] = both[peer.name]
     else:
         reasons.append(f"with gradient: {gradient.reason}")
-    if isinstance(peer, Ours) and checked.ours and checked.ours.plan.backend != "eager":
-        reasons.append(_add_bare_launch(calls, checked.ours, inputs[0]))
+    if plain.plan and plain.plan.backend != "eager":
+        reasons.append(_add_bare_launch(calls, planned(case, inputs, ours), inputs[0]))
     return replace(result, reason="; ".join(filter(None, reasons)) or None), calls
 
 

@@ -10,7 +10,7 @@ from .heads import measure as heads
 from .heads import steps
 from .heads.peers import HEAD_PEERS, OursHead
 from .heads.step_peers import STEP_PEERS, OursStep
-from .measure import Begun, clock_of, each_case, measure_begun
+from .measure import Begin, clock_of, each_case
 from .peers import Peer
 from .result import CaseResult
 from .routing import measure as routing
@@ -27,13 +27,13 @@ class Kind(NamedTuple):
         ours: Our usual way.
         peers: The other ways, by their names on the command line.
         lacks: Function (case, torch device) -> the memory or the package that the case lacks there, or None.
-        begin: Function (case, torch device) -> what is checked and timed; it makes the tensors of the case.
+        begin: Function that makes the tensors of a case.
     """
 
     ours: type[Peer]
     peers: Mapping[str, type[Peer]]
     lacks: Callable[[Any, Any], str | None]
-    begin: Callable[[Any, Any], Begun]
+    begin: Begin
 
 
 KINDS: dict[Measures, Kind] = {
@@ -59,8 +59,4 @@ def run_kind(
         repeat_ms: Milliseconds for each measurement.
     """
     kind, clock = KINDS[measures], clock_of(everybody, device)
-
-    def measure(case: Any) -> CaseResult:
-        return measure_begun(case, kind.begin(case, device), measures, everybody, clock, repeat_ms)
-
-    return each_case(cases, device, lambda case: kind.lacks(case, device), measure, measures)
+    return each_case(cases, measures, kind.lacks, kind.begin, everybody, device, repeat_ms, clock)

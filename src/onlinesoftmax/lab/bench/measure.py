@@ -1,12 +1,12 @@
-"""The measurement of one case: every library is checked against float64, then timed beside a copy of the same size."""
+"""The measurement of one case: every library is checked against float64, then timed beside its yardsticks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,25 +20,35 @@ from .entries import Measures
 from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
-from .result import FORMS, CaseResult, Result
-from .timing import Against, Call, Clock, Flush, Samples, Times, clock_for
+from .result import CaseResult, Result
+from .timing import Against, Call, Clock, Flush, Times, clock_for
 
-C = TypeVar("C", bound=Case)
+Check = Callable[[Peer], tuple[Result, Call | None]]
+"""From a library to its result without times, and the call to time if the result is right."""
 
 
-@dataclass
-class Checked:
-    """The results before any time, and the calls to time.
+class Begun(NamedTuple):
+    """A case that can be measured: its tensors are made.
 
     Attributes:
-        results: One result per library.
-        calls: A call without arguments for each library whose result is right, by name.
-        ours: Our plan and its task; None where ours has none.
+        check: The check of a library.
+        yardsticks: Calls that are timed beside the libraries, by the field of CaseResult for their times.
+        clean: True where the calls write no elements: the L2 cache is left without dirty lines before all but a copy.
+        before: As for `Flush`.
+        rates: Function (result, median in microseconds, times of the yardsticks) -> further fields of the result.
+        facts: Function (times of the yardsticks) -> further fields of CaseResult.
     """
 
-    results: list[Any] = field(default_factory=list)
-    calls: dict[str, Callable[[], Any]] = field(default_factory=dict)
-    ours: Explanation | None = None
+    check: Check
+    yardsticks: Mapping[str, Call] = MappingProxyType({})
+    clean: bool = False
+    before: Call | None = None
+    rates: Callable[[Result, float, Mapping[str, Times]], dict[str, Any]] = lambda *_: {}
+    facts: Callable[[Mapping[str, Times]], dict[str, Any]] = lambda _: {}
+
+
+Begin = Callable[[Any, Any], Begun]
+"""From a case and a torch device to what is checked and timed; it makes the tensors of the case."""
 
 
 def clock_of(everybody: Sequence[Peer], device: Any) -> Clock:
@@ -49,7 +59,7 @@ def clock_of(everybody: Sequence[Peer], device: Any) -> Clock:
 def run(
     cases: Iterable[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock | None = None
 ) -> Iterator[CaseResult]:
-    """Measure the cases, one at a time.
+    """Measure device times of the cases, one at a time.
 
     Args:
         cases: The cases.
@@ -59,113 +69,35 @@ def run(
         clock: The clock; by default `clock_of` these libraries.
     """
     clock = clock or clock_of(everybody, device)
-    overhead_us = clock.overhead_us()
-
-    def measure(case: Case) -> CaseResult:
-        return _measure(case, everybody, device, repeat_ms, clock, overhead_us)
-
-    return each_case(cases, device, lambda case: lacks_memory(case, device), measure)
+    begin = partial(_begin, ours_of(everybody, device), clock.kind, clock.overhead_us())
+    return each_case(cases, "device time", lacks_memory, begin, everybody, device, repeat_ms, clock)
 
 
 def each_case(
-    cases: Iterable[C], device: Any, lacks: Callable[[C], str | None], measure: Callable[[C], CaseResult],
-    measures: Measures = "device time",
+    cases: Iterable[Any], measures: Measures, lacks: Callable[[Any, Any], str | None], begin: Begin,
+    everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock,
 ) -> Iterator[CaseResult]:  # fmt: skip
     """The results of the cases, one at a time; a case for which memory does not suffice is skipped with the reason.
 
     Args:
         cases: The cases.
-        device: A torch device.
-        lacks: Function that returns the reason why a case does not fit in memory, or None.
-        measure: Function that measures a case.
-        measures: What the suite measures.
+        measures: The kind of measurement.
+        lacks: Function (case, torch device) -> the memory or the package that the case lacks there, or None.
+        begin: Function that makes the tensors of a case.
+        everybody, device, repeat_ms, clock: As for `run`.
     """
     for case in cases:
-        if reason := lacks(case):
-            yield CaseResult(case, skipped=reason, measures=measures)
-            continue
+        skipped = lacks(case, device)
         try:
-            yield measure(case)
+            # No name keeps the tensors for the next case.
+            found = skipped or measure_begun(case, begin(case, device), measures, everybody, clock, repeat_ms)
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            yield CaseResult(case, skipped=f"out of memory: {first_line(error)}", measures=measures)
+            found = f"out of memory: {first_line(error)}"
+        yield CaseResult(case, skipped=found, measures=measures) if isinstance(found, str) else found
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _measure(
-    case: Case, everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock, overhead_us: float
-) -> CaseResult:
-    inputs = make_inputs(case, device)
-    checked = check_all(case, inputs, everybody)
-    ours = ours_of(everybody, device)
-    # The copy is of one tensor, whatever else the case reads, by the framework of our functions.
-    # The copy is timed behind the usual flush, which its own writes balance.
-    flush = Flush(() if case.writes_elements else tuple(checked.calls))
-    calls: dict[str, Call] = {**checked.calls, "copy": partial(ours.copy(inputs[0], case.calls), inputs[0])}
-    if case.calls > 1:
-        whos = [peer for peer in everybody if peer.name in checked.calls]
-        calls |= {peer.name: partial(peer.repeated(case), *peer.arguments(case, inputs)) for peer in whos}
-    samples = {
-        who: [us / case.calls for us in of_all] for who, of_all in clock.measure(calls, repeat_ms, flush).items()
-    }
-    copy = Times.of(samples["copy"])
-    copy_gbps = 2 * case.tensor_bytes / copy.median_us / 1e3
-    why = (checked.ours.problem, checked.ours.device) if checked.ours else (None, None)
-    peak = from_torch("cuda", device.index or 0).bandwidth if device.type == "cuda" else None
-
-    def rates(result: Result, us: float) -> dict[str, Any]:
-        gbps = case.bytes / us / 1e3
-        return {
-            "gbps": gbps, "of_copy": gbps / copy_gbps, "copies": us / copy.median_us,
-            "utilisation": gbps / peak if peak else None,
-            "analysis": analysis.word(gbps / copy_gbps, us, overhead_us, result.plan, *why),
-        }  # fmt: skip
-
-    state = None if clock.kind == "cpu" else "dirty" if case.writes_elements else "clean"
-    results = with_times(checked.results, samples, rates)
-    return CaseResult(case, None, copy, copy_gbps, results, ours.framework, state, overhead_us)
-
-
-def with_times(
-    results: Sequence[Result], samples: Samples, rates: Callable[[Result, float], dict[str, Any]] = lambda *_: {}
-) -> list[Result]:
-    """The results, each with the times of its call if there are any, also relative to PyTorch's.
-
-    The function rates(result, median in microseconds) gives further fields of a result.
-    """
-    timed = []
-    for result in results:
-        if found := samples.get(result.who):
-            times, others = Times.of(found), samples.get("torch") if result.who != "torch" else None
-            against, more = Against.of(found, others) if others else None, rates(result, times.median_us)
-            result = replace(result, times=times, against_torch=against, **more)
-        timed.append(result)
-    return timed
-
-
-class Begun(NamedTuple):
-    """A case that can be measured: its tensors are made.
-
-    Attributes:
-        check: Function that returns the result of a library without times, and its call.
-        yardsticks: Calls that are timed beside the libraries, by the field of CaseResult for their times; the ratio to
-            the first is recorded.
-        clean, before: As for `Flush`; `clean` is True for all calls or none.
-    """
-
-    check: Callable[[Peer], tuple[Result, Call]]
-    yardsticks: Mapping[str, Call] = MappingProxyType({})
-    clean: bool = False
-    before: Call | None = None
-
-
-def beside_one_read(check: Callable[[Peer], tuple[Result, Call]], rows: Any) -> Begun:
-    """A case whose calls are timed beside one read of the rows of a torch tensor: our logsumexp of them."""
-    from onlinesoftmax import logsumexp
-
-    return Begun(check, {"one_read": partial(logsumexp, rows, -1)}, clean=True)
 
 
 def measure_begun(
@@ -174,31 +106,37 @@ def measure_begun(
 ) -> CaseResult:  # fmt: skip
     """Check all libraries, then time their calls and the yardsticks; `agreed` is that of `check_each`."""
     results, calls = check_each(case, everybody, begun.check, agreed)
-    form, names = FORMS[measures], FORMS[measures].yardsticks
-    calls |= {names[place]: call for place, call in begun.yardsticks.items()}
-    flush = Flush(tuple(calls) if begun.clean else (), begun.before)
+    calls |= begun.yardsticks
+    # The usual flush leaves dirty lines, which the own writes of a copy balance.
+    flush = Flush([name for name in calls if name != "copy"] if begun.clean else (), begun.before)
     samples = clock.measure(calls, repeat_ms, flush) if calls else {}
-    times: dict[str, Any] = {place: Times.of(samples[names[place]]) for place in begun.yardsticks}
-    first = next(iter(times.values()), None)
+    samples = {name: [us / case.calls for us in of_all] for name, of_all in samples.items()}
+    times = {name: Times.of(samples[name]) for name in begun.yardsticks}
+    for i, result in enumerate(results):
+        if found := samples.get(result.who):
+            own, others = Times.of(found), samples.get("torch") if result.who != "torch" else None
+            against = Against.of(found, others) if others else None
+            more = begun.rates(result, own.median_us, times)
+            results[i] = replace(result, times=own, against_torch=against, **more)
+    facts: dict[str, Any] = {**times, **begun.facts(times)}
+    return CaseResult(case, results=results, measures=measures, **facts)
 
-    def ratio(_: Result, us: float) -> dict[str, float]:
-        return {form.fields[0]: us / first.median_us} if first else {}
 
-    return CaseResult(case, results=with_times(results, samples, ratio), measures=measures, **times)
+def over(yardstick: str, field: str) -> Callable[[Result, float, Mapping[str, Times]], dict[str, Any]]:
+    """`Begun.rates`: the ratio to a yardstick as a field of the result."""
+    return lambda _, us, times: {field: us / times[yardstick].median_us}
 
 
 def check_each(
-    case: Case, everybody: Sequence[Peer], check: Callable[[Peer], tuple[Result, Call]],
-    agreed: Callable[[Any], Any] = lambda result: result, plan_of: Callable[[Peer], Plan | None] = lambda _: None,
-) -> tuple[list[Result], dict[str, Call]]:  # fmt: skip
+    case: Case, everybody: Sequence[Peer], check: Check, agreed: Callable[[Any], Any] = lambda result: result
+) -> tuple[list[Result], dict[str, Call]]:
     """The results before any time, one per library, and the calls of those that are right, by name.
 
     Args:
         case: The case.
         everybody: The libraries.
-        check: Function that returns the result of a library, and its call.
+        check: The check of a library.
         agreed: Function that makes one result of those of several processes.
-        plan_of: Function that returns the plan of a library that has raised an error.
     """
     results, calls = [], dict[str, Call]()
     for peer in everybody:
@@ -208,9 +146,9 @@ def check_each(
         try:
             result, call = check(peer)
         except Exception as error:  # whatever another library raises is its refusal, not our crash
-            result = refusal(peer, plan_of(peer), error)
+            result, call = refusal(peer, None, error), None
         results.append(agreed(result))
-        if results[-1].status == "ok":
+        if call and results[-1].status == "ok":
             calls[peer.name] = call
     return results, calls
 
@@ -224,40 +162,67 @@ def judged(
     return Result(peer.name, status, reason, error, allowed, analysis=note, **facts), call
 
 
-def check_all(
-    case: Case, inputs: Inputs, everybody: Sequence[Peer], agreed: Callable[[Any], Any] = lambda result: result
-) -> Checked:
-    """Check every library before any time is taken; `agreed` makes one result of those of several processes."""
-    checked, device = Checked(), inputs[0].device
-    for_ours, for_others = _judges(case, inputs, ours_of(everybody, device))
+def beside_one_read(check: Check, rows: Any) -> Begun:
+    """A case whose calls are timed beside one read of the rows of a torch tensor: our logsumexp of them."""
+    from onlinesoftmax import logsumexp
 
-    def plan_of(peer: Peer) -> Plan | None:
-        return checked.ours.plan if isinstance(peer, Ours) and checked.ours else None
-
-    def check(peer: Peer) -> tuple[Result, Call]:
-        if isinstance(peer, Ours):
-            checked.ours = planned(case, inputs, peer)
-        found = [judge.of(peer, plan_of(peer)) for judge in (for_ours if peer.ours else for_others)]
-        # The case itself comes last: its function is the one that is timed.
-        result, call = next((each for each in found if each[0].failed), found[-1])
-        return result if result.failed else replace(result, **peer.facts(case, call, device)), call
-
-    checked.results, checked.calls = check_each(case, everybody, check, agreed, plan_of)
-    return checked
+    one_read = partial(logsumexp, rows, -1)
+    return Begun(check, {"one_read": one_read}, clean=True, rates=over("one_read", "of_read"))
 
 
-def _judges(case: Case, inputs: Inputs, ours: Ours) -> tuple[list[Judge], list[Judge]]:
-    """The judges of our results, and those of other libraries' results; the judges of the case itself come last."""
-    for_ours, for_others = [], []
+def _begin(ours: Ours, clock_kind: str, overhead_us: float, case: Case, device: Any) -> Begun:
+    """Make the tensors of a case of rows, which is timed beside a copy of one tensor, whatever else it reads."""
+    inputs = make_inputs(case, device)
+    machine, state = from_torch(device.type, device.index or 0), "dirty" if case.writes_elements else "clean"
+
+    def rates(result: Result, us: float, times: Mapping[str, Times]) -> dict[str, Any]:
+        gbps, copies = case.bytes / us / 1e3, us / times["copy"].median_us
+        of_copy = gbps / facts(times)["copy_gbps"]
+        problem = planned(case, inputs, ours).problem if result.plan else None
+        return {
+            "gbps": gbps, "of_copy": of_copy, "copies": copies,
+            "utilisation": gbps / machine.bandwidth if machine.kind == "cuda" else None,
+            "analysis": analysis.word(of_copy, us, overhead_us, result.plan, problem, machine),
+        }  # fmt: skip
+
+    def facts(times: Mapping[str, Times]) -> dict[str, Any]:
+        return {
+            "framework": ours.framework, "flush": None if clock_kind == "cpu" else state, "overhead_us": overhead_us,
+            "copy_gbps": 2 * case.tensor_bytes / times["copy"].median_us / 1e3,
+        }  # fmt: skip
+
+    # The copy is made by the framework of our functions.
+    copy = partial(ours.copy(inputs[0], case.calls), inputs[0])
+    return Begun(
+        check_of_rows(case, inputs, ours), {"copy": copy}, clean=not case.writes_elements, rates=rates, facts=facts
+    )
+
+
+def check_of_rows(case: Case, inputs: Inputs, ours: Ours) -> Check:
+    """The check of a case of rows against float64; the framework's own errors are those of `ours`."""
     # Others take saved outputs as PyTorch rounds them, and are judged by the exact result of these.
-    theirs = Peer.takes(ours, case, inputs)
+    theirs, for_ours, for_others = Peer.takes(ours, case, inputs), list[Judge](), list[Judge]()
     same = all(a is b for a, b in zip(inputs, theirs, strict=True))
+    # The case itself comes last: its function is the one that is timed.
     for each in (*case.also_checked, case):
         reference = Reference(each, *inputs)
         for_ours.append(Judge(each, reference, inputs, ours.yardstick(each)))
         reference = reference if same else Reference(each, *theirs)
         for_others.append(Judge(each, reference, theirs, ours.own(each)))
-    return for_ours, for_others
+
+    def check(peer: Peer) -> tuple[Result, Call | None]:
+        plan = planned(case, inputs, peer).plan if isinstance(peer, Ours) else None
+        try:
+            found = [judge.of(peer, plan) for judge in (for_ours if peer.ours else for_others)]
+        except Exception as error:  # as in `check_each`, with the plan
+            return refusal(peer, plan, error), None
+        result, call = next((each for each in found if each[0].failed), found[-1])
+        if result.failed:
+            return result, None
+        result = replace(result, **peer.facts(case, call, inputs[0].device))
+        return result, partial(peer.repeated(case), *peer.arguments(case, inputs)) if case.calls > 1 else call
+
+    return check
 
 
 class Judge:
@@ -271,7 +236,7 @@ class Judge:
         """Judge the tensors that a function returned."""
         return self._reference.judge(found, self.allowed, ours)
 
-    def of(self, peer: Peer, plan: Plan | None = None) -> tuple[Result, Callable[[], Any]]:
+    def of(self, peer: Peer, plan: Plan | None = None) -> tuple[Result, Call]:
         """The result of a library without times, and its call without arguments."""
         call = partial(peer.prepare(self._case), *peer.arguments(self._case, self._inputs))
         poison(peer.returns(self._case), self._inputs[0].device)

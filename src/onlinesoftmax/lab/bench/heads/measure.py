@@ -13,7 +13,7 @@ import torch
 from ..cases import OTHERS_SLACK
 from ..formulas import log_probabilities
 from ..inputs import lacking
-from ..measure import Begun, judged
+from ..measure import Begun, judged, over
 from ..peers import Peer
 from ..result import Result
 from ..timing import Call
@@ -78,7 +78,8 @@ def begin(case: HeadCase, device: Any) -> Begun:
         return judged(case, peer, call, reason, found[1], allowed[1])
 
     three, four = bare_products(*inputs[:2])
-    return Begun(check, {"three_products": three, "four_products": four}, before=three)
+    yardsticks, rates = {"three_products": three, "four_products": four}, over("three_products", "of_products")
+    return Begun(check, yardsticks, before=three, rates=rates)
 
 
 def wrong(case: HeadCase, found: tuple[float, ...], allowed: tuple[float, ...], slack: float) -> str | None:

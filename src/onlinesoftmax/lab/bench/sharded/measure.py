@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,10 @@ from ..cases import Case
 from ..entries import Measures
 from ..inputs import lacks_memory, make_inputs
 from ..kinds import KINDS
-from ..measure import check_all, measure_begun, with_times
-from ..result import ALL_REDUCE, COPY_OF_SHARD, CaseResult, Result
-from ..timing import Call, Times
-from .peers import Member
+from ..measure import Begun, check_of_rows, measure_begun
+from ..peers import Ours
+from ..result import CaseResult, Result
+from ..timing import Times
 from .team import GroupClock, Team
 
 
@@ -34,19 +34,16 @@ def run(
         measures: The kind of measurement: of sharded rows, or in KINDS.
     """
     clock, kind = GroupClock(team), KINDS.get(measures)
+    lacks, begin = (kind.lacks, kind.begin) if kind else (lacks_memory, partial(_begin, team, clock))
     for case in cases:
-        lacking = (kind.lacks if kind else lacks_memory)(case, team.device)
+        lacking = lacks(case, team.device)
         if team.largest(float(lacking is not None))[0]:
             skipped = lacking or "another process lacks memory"
             yield CaseResult(case, skipped=skipped, measures=measures, processes=team.size)
             continue
-        if kind:
-            # The same seed gives every process the same tensors, which no name here keeps for the next case.
-            yield measure_begun(
-                case, kind.begin(case, team.device), measures, everybody, clock, repeat_ms, partial(agreed, team)
-            )
-        else:
-            yield measure_rows(case, everybody, team, repeat_ms, clock)
+        # The same seed gives every process the same tensors, which no name here keeps for the next case.
+        begun = partial(begin, case, team.device)
+        yield measure_begun(case, begun(), measures, everybody, clock, repeat_ms, partial(agreed, team))
         # The next case needs the memory.
         if team.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -63,24 +60,19 @@ def agreed(team: Team, result: Result) -> Result:
     return replace(result, status="failed", reason="another process has a wrong result or an error")
 
 
-def measure_rows(
-    case: Case, everybody: Sequence[Member], team: Team, repeat_ms: float, clock: GroupClock
-) -> CaseResult:  # fmt: skip
-    """Measure a case of sharded rows in all processes of the team."""
-    inputs = make_inputs(case, team.device)
-    checked = check_all(case, inputs, everybody, partial(agreed, team))
+def _begin(team: Team, clock: GroupClock, case: Case, device: Any) -> Begun:
+    """Make the tensors of a case of sharded rows, which is timed beside a copy of a shard."""
+    inputs = make_inputs(case, device)
     shard = team.part(case, inputs[0])
-    target, numbers = torch.empty_like(shard), torch.zeros(case.rows, device=team.device)
-    yardsticks: dict[str, Call] = {
-        COPY_OF_SHARD: lambda: target.copy_(shard),
-        ALL_REDUCE: lambda: dist.all_reduce(numbers, group=team.group),
-    }
-    samples, host = clock.measure_with_host({**checked.calls, **yardsticks}, repeat_ms)
-    copy, all_reduce = (Times.of(samples[name]) for name in (COPY_OF_SHARD, ALL_REDUCE))
-    results = with_times(
-        checked.results, samples, lambda r, us: {"host_us": host.get(r.who), "copies": us / copy.median_us}
-    )
-    return CaseResult(
-        case, None, copy, 2 * shard.nbytes / copy.median_us / 1e3, results, measures="sharded time",
-        processes=team.size, all_reduce=all_reduce,
-    )  # fmt: skip
+    target, numbers = torch.empty_like(shard), torch.zeros(case.rows, device=device)
+
+    def rates(result: Result, us: float, times: Mapping[str, Times]) -> dict[str, Any]:
+        return {"host_us": clock.host_us.get(result.who), "copies": us / times["copy"].median_us}
+
+    def facts(times: Mapping[str, Times]) -> dict[str, Any]:
+        return {"copy_gbps": 2 * shard.nbytes / times["copy"].median_us / 1e3, "processes": team.size}
+
+    yardsticks = {
+        "copy": lambda: target.copy_(shard), "all_reduce": lambda: dist.all_reduce(numbers, group=team.group),
+    }  # fmt: skip
+    return Begun(check_of_rows(case, inputs, Ours(device.type)), yardsticks, rates=rates, facts=facts)

@@ -103,12 +103,17 @@ class GroupClock:
     Before each repetition the processes meet: on a GPU in an all-reduce of one number, which is queued behind flushes
     of the L2 cache, so that all GPUs begin the call together.  The flushes take longer than the host needs to queue the
     all-reduce and the call, so the events around it measure the GPUs alone; the host's time is measured apart.
+
+    Attributes:
+        host_us: Microseconds until each call of the last measurement returns to the host, the slowest process's median;
+            empty on a CPU.
     """
 
     def __init__(self, team: Team) -> None:
         self._team, self._one = team, torch.zeros(1, device=team.device)
         self._clock = CudaClock(team.device) if team.device.type == "cuda" else None
         self._flush_us, self._meet_us = 0.0, 0.0
+        self.host_us: dict[str, float] = {}
         if self._clock is not None:
             self._flush_us = max(1.0, *team.largest(self._clock.flush_us))
             self._meet_us = self._trial({"meeting": self._meet})[0]["meeting"]
@@ -118,18 +123,13 @@ class GroupClock:
 
         Every process must pass the same names in the same order.
         """
-        return self.measure_with_host(calls, budget_ms, flush)[0]
-
-    def measure_with_host(
-        self, calls: Mapping[str, Call], budget_ms: float, flush: Flush = USUAL
-    ) -> tuple[Samples, dict[str, float]]:  # fmt: skip
-        """The same; and microseconds until a call returns to the host, the slowest process's median, of GPUs."""
         host, whole = self._trial(calls)
         flushes = {name: self._flushes(host[name]) for name in calls}
         each = {name: whole[name] + flushes[name] * self._flush_us for name in calls}
         counts = {name: int(max(FEWEST, min(MOST, 1e3 * budget_ms / each[name]))) for name in calls}
         samples = self._rounds(calls, counts, flushes, flush.before or (lambda: None))
-        return {name: self._team.largest(*found) for name, found in samples.items()}, host if self._clock else {}
+        self.host_us = host if self._clock else {}
+        return {name: self._team.largest(*found) for name, found in samples.items()}
 
     def _flushes(self, host_us: float) -> int:
         """Number of flushes that take longer than the host needs to queue the meeting and a call."""
