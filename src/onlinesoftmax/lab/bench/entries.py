@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from itertools import product
+from typing import Any, Literal
 
 from ...ops import FORWARD
 from ..names import Shape
-from .routing.cases import ROUTE
-from .sampling.cases import ASKED, SAMPLE
 
 Measures = Literal[
     "device time",
@@ -28,22 +28,8 @@ QUICK_MS = 50
 """Milliseconds for each measurement with --quick."""
 
 
-class Entry(NamedTuple):
-    """A case of a suite, without its dtype."""
-
-    shape: Shape
-    dim: int
-    operation: str = FORWARD[0]
-    fused: tuple[str, ...] = ()
-    with_gradient: bool = False
-    reduction: str = ""
-    more: tuple[tuple[str, Any], ...] = ()
-    """Further fields of the case and their values."""
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of the case."""
-        found = self._asdict()
-        return found | dict(found.pop("more"))
+Fields = dict[str, Any]
+"""The fields of a case of a suite by name, without its dtype."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +48,8 @@ class Suite:
     """
 
     description: str
-    entries: tuple[Entry, ...]
-    few: tuple[Entry, ...]
+    entries: tuple[Fields, ...]
+    few: tuple[Fields, ...]
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     repeat_ms: int = 100
     measures: Measures = "device time"
@@ -76,17 +62,26 @@ class Suite:
         return replace(self, entries=self.few, repeat_ms=min(QUICK_MS, self.repeat_ms))
 
 
-def rows(*shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
-    """Entries of these shapes over the last dimension; `kind` has the other fields of Entry."""
-    return tuple(Entry(shape, len(shape) - 1, **kind) for shape in shapes)
+def each(operations: str | Sequence[str], *shapes: Shape, **fields: Any) -> tuple[Fields, ...]:
+    """The fields of cases over the last dimension of these shapes, for each operation and each value in a list.
+
+    Example:
+        >>> [(case["shape"], case["layers"]) for case in each("softmax", (4, 8), (2, 8), layers=[1, 2])]
+        [((4, 8), 1), ((4, 8), 2), ((2, 8), 1), ((2, 8), 2)]
+    """
+    values = [value if isinstance(value, list) else [value] for value in fields.values()]
+    return tuple(
+        {"operation": name, "shape": shape, "dim": len(shape) - 1, **dict(zip(fields, chosen, strict=True))}
+        for name in ([operations] if isinstance(operations, str) else operations)
+        for shape in shapes for chosen in product(*values)
+    )  # fmt: skip
 
 
-def each(operations: Iterable[str], *shapes: Shape, **kind: Any) -> tuple[Entry, ...]:
-    """Entries of these shapes for each operation."""
-    return tuple(entry for operation in operations for entry in rows(*shapes, operation=operation, **kind))
+rows = partial(each, FORWARD[0])
+"""The fields of cases of softmax."""
 
 
-def with_options(*shapes: Shape, causal: Shape) -> tuple[Entry, ...]:
+def with_options(*shapes: Shape, causal: Shape) -> tuple[Fields, ...]:
     """Shapes without score options and with those that models use, and a shape with a causal mask."""
     options: list[tuple[str, ...]] = [(), ("scale",), ("mask",), ("bias",), ("scale", "mask")]
     plain = [entry for fused in options for entry in rows(*shapes, fused=fused)]
@@ -96,37 +91,3 @@ def with_options(*shapes: Shape, causal: Shape) -> tuple[Entry, ...]:
 def powers(rows: int, first: int, last: int, step: int = 1) -> list[Shape]:
     """Shapes of this number of rows, of 2^first, 2^(first + step), … 2^last columns."""
     return [(rows, 1 << k) for k in range(first, last + 1, step)]
-
-
-def tokens(operation: str, kinds: Iterable[str], *shapes: Shape) -> tuple[Entry, ...]:
-    """Entries of these shapes for each kind of logits and for everything that is asked of a function of logits."""
-    return tuple(
-        Entry(shape, len(shape) - 1, operation, more=(("logits", kind), ("asked", asked)))
-        for shape in shapes for asked in ASKED[operation] for kind in kinds
-    )  # fmt: skip
-
-
-def heads(operation: str, *shapes: Shape) -> tuple[Entry, ...]:
-    """Heads of these tokens, hidden sizes and classes, with the gradients of input and weight."""
-    return rows(*shapes, operation=operation, with_gradient=True)
-
-
-def steps(operation: str, layers: int, *shapes: Shape) -> tuple[Entry, ...]:
-    """Training steps with this loss of decoders of so many layers."""
-    return rows(*shapes, operation=operation, with_gradient=True, more=(("layers", layers),))
-
-
-def decoding(hidden: int, layers: int, *shapes: Shape, asked: Iterable[str]) -> tuple[Entry, ...]:
-    """Steps of a decoder of this width and so many layers, for each of what is asked of `sample`."""
-    return tuple(
-        Entry(shape, 1, SAMPLE, more=(("asked", name), ("hidden", hidden), ("layers", layers)))
-        for shape in shapes for name in asked
-    )  # fmt: skip
-
-
-def gates(gate: str, *shapes: Shape) -> tuple[Entry, ...]:
-    """Entries of these shapes for a gate, alone and with a gradient."""
-    return tuple(
-        Entry(shape, 1, ROUTE, with_gradient=gradient, more=(("gate", gate),))
-        for shape in shapes for gradient in (False, True)
-    )  # fmt: skip

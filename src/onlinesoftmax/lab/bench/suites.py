@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from ...core.task import ITEMSIZE
 from ...ops import FORWARD, OPERATIONS
 from ..names import Shape, check_names
 from .cases import FUSED, MEASURED, REDUCTIONS, Case
-from .entries import Entry, Suite, decoding, each, gates, heads, powers, rows, steps, tokens, with_options
+from .entries import Fields, Suite, each, powers, rows, with_options
 from .heads.cases import LOGPROBS, LOSS, POLICY, TRAINING
 from .result import FORMS
-from .routing.cases import GATES
-from .sampling.cases import LOGITS, SAMPLE, TOPK, VERIFY
+from .routing.cases import GATES, ROUTE
+from .sampling.cases import ASKED, LOGITS, SAMPLE, TOPK, VERIFY
 
 DISTRIBUTED = "distributed", "distributed-heads"
 """Names of the suites that several processes measure together."""
@@ -47,8 +48,22 @@ SHORT_ROWS = (4194304, 5), (4194304, 10), (2097152, 17), (1048576, 33), (1048576
 LOGITS_OF_MODELS = (1, 128256), (8, 128256), (64, 128256), (512, 128256), (64, 32000)
 """Rows and vocabularies of models that write text."""
 
-DECODED = "greedy", "top-p 0.9", "all, top 20"
+DECODED = ["greedy", "top-p 0.9", "all, top 20"]
 """Names of the arguments of `sample` in a step of decoding."""
+
+heads = partial(each, with_gradient=True)
+"""Cases with their gradients."""
+
+
+def gates(gate: str | list[str], *shapes: Shape) -> tuple[Fields, ...]:
+    """Cases of routing, alone and with a gradient."""
+    return each(ROUTE, *shapes, gate=gate, with_gradient=[False, True])
+
+
+def tokens(operation: str, kinds: Sequence[str], *shapes: Shape) -> tuple[Fields, ...]:
+    """Cases of a function of logits, for each kind of logits and for everything that is asked of the function."""
+    return each(operation, *shapes, asked=[*ASKED[operation]], logits=[*kinds])
+
 
 SUITES: dict[str, Suite] = {
     "forward": Suite(
@@ -59,7 +74,7 @@ SUITES: dict[str, Suite] = {
             (16384, 4096), (8192, 8192), (4096, 16384), (4096, 32768), (4096, 50256), (4096, 50257), (2048, 65536),
             (2048, 128256), (1024, 262144), (256, 1 << 20), (16, 1 << 22), (131072, 1023), (65536, 1025),
             (16384, 8191), (4194304, 5), (4194304, 10), (1048576, 33), (262144, 197),
-        ), Entry((32, 512, 4096), 1)),
+        ), *rows((32, 512, 4096), dim=1)),
         few=rows((64, 512), (1024, 1024), (256, 16384), (1024, 1023)),
     ),
     "rows1024": Suite(
@@ -92,11 +107,11 @@ SUITES: dict[str, Suite] = {
     "calls": Suite(
         # In JAX, one program makes the calls, so that they share the time of its launch.
         "softmax called 8 or 32 times, each time of the result before",
-        rows((1, 1 << 24), more=(("calls", 32),)) + rows(
+        rows((1, 1 << 24), calls=32) + rows(
             (1, 1 << 28), (16, 1 << 22), (64, 3000001), (256, 1 << 20), (300000, 199), (131072, 1023), (6710, 20001),
-            more=(("calls", 8),),
+            calls=8,
         ),
-        few=rows((1, 1 << 16), more=(("calls", 32),)) + rows((256, 65), more=(("calls", 8),)),
+        few=rows((1, 1 << 16), calls=32) + rows((256, 65), calls=8),
     ),
     "short-rows": Suite(
         # As many bytes as keep a GPU busy, and losses over as few classes.
@@ -198,24 +213,24 @@ SUITES: dict[str, Suite] = {
         gates("top 8", (65536, 256), (65536, 384), (1 << 20, 128), (512, 256), (65536, 1000))
         + gates("top 6, not normalized", (65536, 64)) + gates("top 8 of 4 groups", (65536, 256), (64, 256))
         + gates("top 4 first", (65536, 128)),
-        few=tuple(entry for gate in GATES for entry in gates(gate, (64, 40))),
+        few=gates([*GATES], (64, 40)),
         dtypes=("float32", "bfloat16"), repeat_ms=50, measures="gate time", excluded=OF_ROWS,
     ),
     "training-step": Suite(
         # The classes of Llama 3 and of Qwen2.5.
         "steps of a decoder with random weights, of pre-training and of GRPO: forward, backward and optimizer",
-        steps(TRAINING, 8, (8192, 2048, 128256), (8192, 2048, 151936))
-        + steps(TRAINING, 4, (8192, 4096, 128256), (8192, 4096, 151936))
-        + steps(POLICY, 8, (8192, 2048, 151936)) + steps(POLICY, 4, (8192, 4096, 128256)),
-        few=steps(TRAINING, 1, (64, 32, 1000)) + steps(POLICY, 1, (64, 32, 1000)),
+        heads(TRAINING, (8192, 2048, 128256), (8192, 2048, 151936), layers=8)
+        + heads(TRAINING, (8192, 4096, 128256), (8192, 4096, 151936), layers=4)
+        + heads(POLICY, (8192, 2048, 151936), layers=8) + heads(POLICY, (8192, 4096, 128256), layers=4),
+        few=heads(TRAINING, (64, 32, 1000), layers=1) + heads(POLICY, (64, 32, 1000), layers=1),
         dtypes=("bfloat16",), repeat_ms=2000, measures="step time", excluded=OF_ROWS,
     ),
     "decoding": Suite(
         # About the sizes of Llama 3.2 1B and of Llama 3.1 8B.
         "steps of decoding with random weights: a token of each row through the decoder, and the next one sampled",
-        decoding(2048, 16, (1, 128256), (64, 128256), asked=DECODED)
-        + decoding(4096, 32, (1, 128256), (64, 128256), asked=DECODED),
-        few=decoding(32, 1, (3, 1000), asked=DECODED),
+        each(SAMPLE, (1, 128256), (64, 128256), hidden=2048, layers=16, asked=DECODED)
+        + each(SAMPLE, (1, 128256), (64, 128256), hidden=4096, layers=32, asked=DECODED),
+        few=each(SAMPLE, (3, 1000), hidden=32, layers=1, asked=DECODED),
         dtypes=("bfloat16",), repeat_ms=200, measures="decoding time", excluded=OF_ROWS,
     ),
     DISTRIBUTED[0]: Suite(
@@ -287,10 +302,10 @@ def cases(
     given |= {"reduction": reduction} if reduction else {}
     kind = FORMS[suite.measures].cases
 
-    def fields(entry: Entry, operation: str) -> dict[str, Any]:
+    def fields(entry: Fields, operation: str) -> Fields:
         # The reduction of an entry is that of its own operation.
-        others = {} if operation in ("", entry.operation) else {"operation": operation, "reduction": ""}
-        return entry.fields() | others | given
+        others = {} if operation in ("", entry["operation"]) else {"operation": operation, "reduction": ""}
+        return entry | others | given
 
     found = [
         kind(dtype=dtype, **fields(entry, operation) | place)
