@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from ...core.cache import UnusableError, cache_folder, read_private
 from ...core.whole_files import write_whole
 from ...planner.plan import Plan, PlanError
 from .cases import Case
+from .jax_peers import OursInJax
 from .measure import planned, refusal
-from .peers import Ours, Peer
+from .peers import Compiled, Ours, Peer
 from .result import CaseResult, Result
 from .timing import Times
 
@@ -174,13 +176,17 @@ def _same(one: Plan, other: Plan | PlanError) -> bool:
 
 def _answer(peer: Peer, calls: Mapping[str, Case], device: Any, folder: Path) -> dict[str, Any]:
     """The answer of a fresh process, whose caches are in `folder`."""
-    answer, first = folder / "answer.json", next(iter(calls.values()))
+    answer, ours = folder / "answer.json", peer
     answer.unlink(missing_ok=True)
+    if isinstance(peer, Compiled):
+        # The default of torch.compile: a second shape compiles for every further shape.
+        peer.dynamic = None
+    if not peer.ours:
+        ours = (Ours if peer.in_torch else OursInJax)(device.type)
     request = {
-        "peer": peer.name, "in_jax": not peer.in_torch, "module": peer.module, "function": first.operation,
-        "device": str(device),
-        "cases": {name: asdict(case) for name, case in calls.items()}, "answer": str(answer),
-        "backend": getattr(peer, "backend", None), "strategy": getattr(peer, "strategy", None), "parent": os.getpid(),
+        "in_jax": not peer.in_torch, "module": peer.module, "function": next(iter(calls.values())).operation,
+        "device": str(device), "parent": os.getpid(), "answer": str(answer),
+        "work": pickle.dumps((peer, ours, calls)).hex(),
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("cold_worker.py")), json.dumps(request)]
     try:

@@ -1,8 +1,8 @@
 """The program of one fresh process of the suite `cold`: it imports, calls for the first time, and writes the times.
 
-python cold_worker.py REQUEST, where REQUEST is JSON: the peer, the cases by the name of the call, the device, the plan
-that is forced, the process that asks, and the file for the answer.  Nothing of this package may be imported before the
-clock of the import.
+python cold_worker.py REQUEST, where REQUEST is JSON: the imports to time, the device, the process that asks, the file
+for the answer, and the work: the peer, our library and the cases by the name of the call, pickled, because nothing of
+this package may be imported before the clock of the import.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import pickle
 import sys
 import threading
 import time
@@ -48,7 +49,7 @@ def main() -> None:
         start = perf_counter_ns()
         jax_on_torch.on_tensors(lambda x: x)(torch.zeros(1, device=device))
         times["start JAX"] = _since(start)
-    answer |= _calls(request, device, times)
+    answer |= _calls(bytes.fromhex(request["work"]), device, times)
     Path(request["answer"]).write_text(json.dumps(answer), encoding="utf-8")
 
 
@@ -59,18 +60,18 @@ def _end_after(parent: int) -> None:
     os._exit(1)
 
 
-def _calls(request: dict[str, Any], device: Any, times: dict[str, float]) -> dict[str, Any]:
+def _calls(work: bytes, device: Any, times: dict[str, float]) -> dict[str, Any]:
     """Time the calls one after the other; then compare the result of the first with float64."""
     import torch
 
-    from onlinesoftmax.lab.bench.cases import Case
+    from onlinesoftmax.lab.bench.check import Reference
     from onlinesoftmax.lab.bench.inputs import make_inputs
+    from onlinesoftmax.lab.bench.measure import Judge
     from onlinesoftmax.lab.bench.peers import first_line
 
-    peer, function, first = _peer(request, device), None, None
-    notes: dict[str, str] = {}
-    for name, recorded in request["cases"].items():
-        case = Case(**{**recorded, "shape": tuple(recorded["shape"])})
+    peer, ours, cases = pickle.loads(work)
+    function, first, notes = None, None, dict[str, str]()
+    for name, case in cases.items():
         inputs = peer.takes(case, make_inputs(case, device))
         arguments = peer.arguments(case, inputs)
         if device.type == "cuda":
@@ -88,43 +89,13 @@ def _calls(request: dict[str, Any], device: Any, times: dict[str, float]) -> dic
             notes[name] = first_line(error)
             continue
         times[name] = _since(start)
-        first = first or (case, inputs, result)
+        # Autograd's record of the call is not needed.
+        first = first or (case, tuple(t.detach() for t in inputs), result)
     assert first is not None
-    return {**_verdict(*first, _ours(request, device), request["peer"] == "ours"), "notes": notes}
-
-
-def _peer(request: dict[str, Any], device: Any) -> Any:
-    from onlinesoftmax.lab.bench.jax_peers import JaxNN
-    from onlinesoftmax.lab.bench.libraries import PEERS
-    from onlinesoftmax.lab.bench.peers import Compiled
-
-    if request["peer"] == "ours":
-        return _ours(request, device)
-    peer = {**PEERS, JaxNN.name: JaxNN}[request["peer"]](device.type)
-    if isinstance(peer, Compiled):
-        # The default of torch.compile: a second shape compiles for every further shape.
-        peer.dynamic = None
-    return peer
-
-
-def _ours(request: dict[str, Any], device: Any) -> Any:
-    """Our library for the framework of the request."""
-    from onlinesoftmax.lab.bench.jax_peers import OursInJax
-    from onlinesoftmax.lab.bench.peers import Ours
-
-    return (OursInJax if request["in_jax"] else Ours)(device.type, request["backend"], request["strategy"])
-
-
-def _verdict(case: Any, inputs: Any, result: Any, own: Any, ours: bool) -> dict[str, Any]:
-    """The error of a result, and the error that is allowed: that of the framework's own function."""
-    from onlinesoftmax.lab.bench.check import Reference
-    from onlinesoftmax.lab.bench.measure import Judge
-
-    # Autograd's record of the call is not needed.
-    inputs = tuple(t.detach() for t in inputs)
-    judge = Judge(case, Reference(case, *inputs), inputs, (own.yardstick if ours else own.own)(case))
-    verdict = judge.verdict(result, ours)
-    return {"wrong": verdict.wrong, "error": verdict.error, "allowed": judge.allowed[0]}
+    case, inputs, result = first
+    judge = Judge(case, Reference(case, *inputs), inputs, (ours.yardstick if peer.ours else ours.own)(case))
+    verdict = judge.verdict(result, peer.ours)
+    return {"wrong": verdict.wrong, "error": verdict.error, "allowed": judge.allowed[0], "notes": notes}
 
 
 def _since(start: int) -> float:
