@@ -302,6 +302,16 @@ class Case:
         return self.read_bytes + self.write_bytes
 
     @property
+    def needed_bytes(self) -> int:
+        """Bytes of memory that the case needs: inputs, copy, two results and float64 pieces are held at once."""
+        # Scores in elementary float32 operations take three more tensors of twice the bytes.
+        needed = (self.declaration.inputs + 3 + 6 * bool(self.fused)) * self.tensor_bytes
+        needed += self.elements * ("mask" in self.fused) + 6 * 8 * min(self.elements, 1 << 24)
+        # Log-probabilities in elementary operations keep tensors of the accumulator's dtype, more with autograd.
+        wide = 6 * self.with_gradient or 4 * self.declaration.has_target
+        return needed + wide * self.elements * ITEMSIZE[self.accumulator]
+
+    @property
     def passes(self) -> int:
         """Number of times that a tensor of the input's shape is read or written."""
         given = self.declaration.inputs + (self.with_gradient and self.shape_of(INCOMING) == self.shape)
@@ -318,6 +328,9 @@ class LogitsCase(Case):
     axes: ClassVar[str]
     """Names of the dimensions."""
 
+    float64_copies: ClassVar[int]
+    """Tensors of the shape of the logits, in float64 or int64, that the check holds at once."""
+
     def __post_init__(self) -> None:
         if len(self.shape) != 2 or self.dim != 1:
             raise ValueError(f"{self.operation} needs two sizes, {self.axes}, got {self.shape}")
@@ -331,3 +344,8 @@ class LogitsCase(Case):
     def read_bytes(self) -> int:
         """Bytes of the logits."""
         return self.tensor_bytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the check takes."""
+        return self.float64_copies * 8 * self.elements

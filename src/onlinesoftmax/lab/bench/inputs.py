@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...core.task import ITEMSIZE
 from .cases import Case, Inputs
 from .check import exact, pieces, whole
 
@@ -105,24 +104,8 @@ def _filled(shape: Any, dtype: Any, device: Any, seed: int, make: Callable[..., 
 
 
 def lacks_memory(case: Case, device: Any) -> str | None:
-    """The reason why a case does not fit in memory: inputs, copy, two results and float64 pieces are held at once."""
-    # Scores in elementary float32 operations take three more tensors of twice the bytes.
-    needed = (case.declaration.inputs + 3 + 6 * bool(case.fused)) * case.tensor_bytes
-    needed += case.elements * ("mask" in case.fused) + 6 * 8 * min(case.elements, 1 << 24)
-    # Log-probabilities in elementary operations keep tensors of the accumulator's dtype, more with autograd.
-    wide = 6 * case.with_gradient or 4 * case.declaration.has_target
-    needed += wide * case.elements * ITEMSIZE[case.accumulator]
-    return lacking(needed, device)
-
-
-def lacks_copies(copies: int, case: Case, device: Any) -> str | None:
-    """The reason why so many copies of the input in float64 do not fit in memory; None where they do."""
-    return lacking(copies * 8 * case.elements, device)
-
-
-def lacking(needed: int, device: Any) -> str | None:
-    """The reason why so many bytes do not fit in memory; None where they do."""
-    free = _free_bytes(device)
+    """The reason why a case does not fit in memory; None where it does."""
+    needed, free = case.needed_bytes, _free_bytes(device)
     if free is None or needed <= free:
         return None
     return f"needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"

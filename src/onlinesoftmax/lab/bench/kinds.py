@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .entries import Measures
@@ -26,22 +26,20 @@ class Kind(NamedTuple):
     Attributes:
         ours: Our usual way.
         peers: The other ways, by their names on the command line.
-        lacks: Function (case, torch device) -> the memory or the package that the case lacks there, or None.
         begin: Function that makes the tensors of a case.
     """
 
     ours: type[Peer]
     peers: Mapping[str, type[Peer]]
-    lacks: Callable[[Any, Any], str | None]
     begin: Begin
 
 
 KINDS: dict[Measures, Kind] = {
-    "head time": Kind(OursHead, HEAD_PEERS, heads.lacks_memory, heads.begin),
-    "token time": Kind(OursTokens, TOKEN_PEERS, sampling.lacks_memory, sampling.begin),
-    "gate time": Kind(OursGate, GATE_PEERS, routing.lacks_memory, routing.begin),
-    "step time": Kind(OursStep, STEP_PEERS, steps.lacks_memory, steps.begin),
-    "decoding time": Kind(OursTokens, TOKEN_PEERS, decoding.lacks, decoding.begin),
+    "head time": Kind(OursHead, HEAD_PEERS, heads.begin),
+    "token time": Kind(OursTokens, TOKEN_PEERS, sampling.begin),
+    "gate time": Kind(OursGate, GATE_PEERS, routing.begin),
+    "step time": Kind(OursStep, STEP_PEERS, steps.begin),
+    "decoding time": Kind(OursTokens, TOKEN_PEERS, decoding.begin),
 }
 """The kinds by name."""
 
@@ -59,4 +57,4 @@ def run_kind(
         repeat_ms: Milliseconds for each measurement.
     """
     kind, clock = KINDS[measures], clock_of(everybody, device)
-    return each_case(cases, measures, kind.lacks, kind.begin, everybody, device, repeat_ms, clock)
+    return each_case(cases, measures, kind.begin, everybody, device, repeat_ms, clock)

@@ -70,24 +70,23 @@ def run(
     """
     clock = clock or clock_of(everybody, device)
     begin = partial(_begin, ours_of(everybody, device), clock.kind, clock.overhead_us())
-    return each_case(cases, "device time", lacks_memory, begin, everybody, device, repeat_ms, clock)
+    return each_case(cases, "device time", begin, everybody, device, repeat_ms, clock)
 
 
 def each_case(
-    cases: Iterable[Any], measures: Measures, lacks: Callable[[Any, Any], str | None], begin: Begin,
-    everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock,
+    cases: Iterable[Any], measures: Measures, begin: Begin, everybody: Sequence[Peer], device: Any, repeat_ms: float,
+    clock: Clock,
 ) -> Iterator[CaseResult]:  # fmt: skip
     """The results of the cases, one at a time; a case for which memory does not suffice is skipped with the reason.
 
     Args:
         cases: The cases.
         measures: The kind of measurement.
-        lacks: Function (case, torch device) -> the memory or the package that the case lacks there, or None.
         begin: Function that makes the tensors of a case.
         everybody, device, repeat_ms, clock: As for `run`.
     """
     for case in cases:
-        skipped = lacks(case, device)
+        skipped = lacks_memory(case, device)
         try:
             # No name keeps the tensors for the next case.
             found = skipped or measure_begun(case, begin(case, device), measures, everybody, clock, repeat_ms)

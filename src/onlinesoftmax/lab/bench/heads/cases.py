@@ -79,6 +79,12 @@ class HeadCase(Case):
         tokens, hidden, classes = self.shape
         return (tokens + classes) * hidden * ITEMSIZE[self.dtype]
 
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the float64 weight and gradient of the input, the logits and their float32 copies, the gradients."""
+        tokens, hidden, classes = self.shape
+        return 16 * classes * (hidden + tokens) + 4 * self.bytes
+
 
 @dataclass(frozen=True)
 class StepCase(HeadCase):
@@ -114,3 +120,8 @@ class StepCase(HeadCase):
         """Number of weights: those of the embedding, of the layers' products, and of the head."""
         _, hidden, classes = self.shape
         return 2 * classes * hidden + 12 * self.layers * hidden * hidden
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of each weight, its gradient and both optimizer states; a way that needs more fails by itself."""
+        return 4 * ITEMSIZE[self.dtype] * self.parameters

@@ -12,7 +12,6 @@ import torch
 
 from ..cases import OTHERS_SLACK
 from ..formulas import log_probabilities
-from ..inputs import lacking
 from ..measure import Begun, judged, over
 from ..peers import Peer
 from ..result import Result
@@ -22,13 +21,6 @@ from .peers import TorchHead
 
 SPREAD = 3.0
 """Standard deviation of the logits: a few classes have most of the probability."""
-
-
-def lacks_memory(case: HeadCase, device: Any) -> str | None:
-    """Why a case does not fit in the memory of a device; None if it does."""
-    # The float64 weight and gradient of the input, PyTorch's logits with their float32 copies, and the gradients.
-    tokens, hidden, classes = case.shape
-    return lacking(16 * classes * (hidden + tokens) + 4 * case.bytes, device)
 
 
 def make_head(case: HeadCase, device: Any) -> tuple[Any, ...]:

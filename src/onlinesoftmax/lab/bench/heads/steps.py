@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ....core.task import ITEMSIZE
-from ..inputs import extra_bytes, lacking
+from ..inputs import extra_bytes
 from ..measure import Begun
 from ..peers import Peer
 from ..result import Result
@@ -18,9 +17,6 @@ from .step_peers import losses_on_logits
 
 ATTENTION_WIDTH = 128
 """Width of an attention head, about: the number of heads has to divide the width of the decoder."""
-
-STATES = 4
-"""Tensors for each weight: the weight, its gradient, and both states of the optimizer."""
 
 SPREAD = 3.0
 """Standard deviation of the logits: of 128256 classes, some 170 have half of the probability."""
@@ -47,11 +43,6 @@ class Batch(NamedTuple):
     tokens: Any
     target: Any
     per_token: tuple[Any, ...] = ()
-
-
-def lacks_memory(case: StepCase, device: Any) -> str | None:
-    """Why the weights and their states do not fit; a way that needs more fails by itself."""
-    return lacking(STATES * ITEMSIZE[case.dtype] * case.parameters, device)
 
 
 def make_decoder(case: StepCase, device: Any) -> Any:

@@ -36,7 +36,7 @@ class RouteCase(LogitsCase):
         ('65536x256, top 8', 67108864, 4457472)
     """
 
-    axes = "tokens x experts"
+    axes, float64_copies = "tokens x experts", 10
     gate: str = ""
 
     def __post_init__(self) -> None:

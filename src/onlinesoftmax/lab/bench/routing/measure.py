@@ -13,7 +13,6 @@ import torch
 from .... import load_balancing_loss, route, router_z_loss
 from ....routing import rules
 from ....routing.eager import choose
-from ..inputs import lacks_copies
 from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
 from ..result import Result
@@ -21,16 +20,11 @@ from ..timing import Call
 from .cases import RouteCase
 from .peers import Gate, incoming
 
-FLOAT64_COPIES = 10
-"""Tensors of the shape of the logits, in float64 or int64, that the check holds at once."""
-
 LONG = 8192
 """Columns of the rows that the one read has: rows of a few experts are not read at the speed of the memory."""
 
 SPREAD = 2.0
 """Standard deviation of the logits."""
-
-lacks_memory = partial(lacks_copies, FLOAT64_COPIES)
 
 
 def make_logits(case: RouteCase, device: Any) -> tuple[Any, Any]:

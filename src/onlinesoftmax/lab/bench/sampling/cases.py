@@ -21,6 +21,9 @@ ASKED: dict[str, dict[str, dict[str, Any]]] = {
 }  # fmt: skip
 """The arguments that are measured, by function and by the name that tables show."""
 
+CONTEXT, GROUP = 1024, 4
+"""Tokens in the cache of a decoder, with the one that is read; heads that share keys and values, as in Llama 3.1 8B."""
+
 LOGITS = ("normal", "peaked", "zipf")
 """Kinds of logits; `measure.make_logits` says what each is."""
 
@@ -43,7 +46,7 @@ class TokenCase(LogitsCase):
         295501824
     """
 
-    axes = "rows x tokens"
+    axes, float64_copies = "rows x tokens", 12
     logits: str = "normal"
     asked: str = ""
 
@@ -82,6 +85,11 @@ class TokenCase(LogitsCase):
         """Bytes of a token and its log-probability, and of the largest ones."""
         return self.rows * (1 + self.top) * (8 + ITEMSIZE[self.accumulator])
 
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the check takes for each model."""
+        return super().needed_bytes * (1 + (self.operation == VERIFY))
+
 
 @dataclass(frozen=True)
 class DecodeCase(TokenCase):
@@ -112,5 +120,11 @@ class DecodeCase(TokenCase):
     def parameters(self) -> int:
         """Number of weights: those of the embedding, of the layers' products, and of the head."""
         # Queries and outputs, keys and values of a quarter of the heads, and three products of four times the width.
-        layer = (2 + 2 / 4 + 3 * 4) * self.hidden**2
+        layer = (2 + 2 / GROUP + 3 * 4) * self.hidden**2
         return int(2 * self.shape[1] * self.hidden + self.layers * layer)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes of the weights and the cache, or of the check."""
+        cache = 2 * self.layers * self.rows * CONTEXT * self.hidden // GROUP
+        return max(ITEMSIZE[self.dtype] * (self.parameters + cache), super().needed_bytes)

@@ -8,26 +8,15 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ....core.task import ITEMSIZE
-from ..inputs import lacking
 from ..measure import Begun
 from ..peers import Peer
 from ..result import Result
 from ..timing import Call
-from .cases import DecodeCase
-from .measure import checked, lacks_memory
+from .cases import CONTEXT, GROUP, DecodeCase
+from .measure import checked
 
-CONTEXT = 1024
-"""Tokens in the cache, with the one that is read."""
-
-ATTENTION_WIDTH, GROUP = 128, 4
-"""Width of an attention head, and heads that share keys and values, as in Llama 3.1 8B."""
-
-
-def lacks(case: DecodeCase, device: Any) -> str | None:
-    """Why a case does not fit in the memory of a device; None if it does."""
-    cache = 2 * case.layers * case.rows * CONTEXT * case.hidden // GROUP
-    return lacking(ITEMSIZE[case.dtype] * (case.parameters + cache), device) or lacks_memory(case, device)
+ATTENTION_WIDTH = 128
+"""Width of an attention head."""
 
 
 def begin(case: DecodeCase, device: Any) -> Begun:

@@ -14,7 +14,6 @@ import torch
 from .... import sample, verify
 from ....sampling.eager import FUNCTIONS
 from ....sampling.formulas import gumbel
-from ..inputs import lacks_copies
 from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
 from ..result import Result
@@ -30,14 +29,6 @@ EXPONENTS = 1.0, 2.0
 
 DISTANCE = 0.5
 """Standard deviation of the difference between the logits of the two models: some drafts stay, and some do not."""
-
-FLOAT64_COPIES = 12
-"""Tensors of the shape of the logits, in float64 or int64, that the check holds at once; as many for each model."""
-
-
-def lacks_memory(case: TokenCase, device: Any) -> str | None:
-    """Why a case does not fit in memory; None if it does."""
-    return lacks_copies(FLOAT64_COPIES * (1 + (case.operation == VERIFY)), case, device)
 
 
 def make_logits(case: TokenCase, device: Any) -> Any:

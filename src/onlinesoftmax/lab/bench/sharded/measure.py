@@ -34,9 +34,9 @@ def run(
         measures: The kind of measurement: of sharded rows, or in KINDS.
     """
     clock, kind = GroupClock(team), KINDS.get(measures)
-    lacks, begin = (kind.lacks, kind.begin) if kind else (lacks_memory, partial(_begin, team, clock))
+    begin = kind.begin if kind else partial(_begin, team, clock)
     for case in cases:
-        lacking = lacks(case, team.device)
+        lacking = lacks_memory(case, team.device)
         if team.largest(float(lacking is not None))[0]:
             skipped = lacking or "another process lacks memory"
             yield CaseResult(case, skipped=skipped, measures=measures, processes=team.size)
