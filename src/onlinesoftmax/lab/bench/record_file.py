@@ -218,7 +218,6 @@ class Recording:
     content: dict[str, Any]
     todo: Sequence[Case]
     results: dict[Case, CaseResult] = field(default_factory=dict)
-    _recorded: dict[Case, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def left(self) -> list[Case]:
@@ -230,13 +229,10 @@ class Recording:
         """The results so far, in the order of the record."""
         return [self.results[case] for case in self.todo if case in self.results]
 
-    def add(self, result: CaseResult) -> None:
-        """Put the results of a case into the record."""
-        self._keep(result, result.as_dict())
-
-    def _keep(self, result: CaseResult, recorded: dict[str, Any]) -> None:
-        self.results[result.case], self._recorded[result.case] = result, recorded
-        self.content["cases"] = [self._recorded[case] for case in self.todo if case in self._recorded]
+    def add(self, *results: CaseResult) -> None:
+        """Put the results of cases into the record."""
+        self.results |= {result.case: result for result in results}
+        self.content["cases"] = [result.as_dict() for result in self.found]
 
     def resume(self, old: Mapping[str, Any]) -> None:
         """Keep the results of an earlier record of the same run.
@@ -248,9 +244,7 @@ class Recording:
         for name, here, there in _differences(new, old):
             raise ResumeError(f"field {name}: the file has {there}, and this run has {here}")
         try:
-            for result, recorded in zip(read_cases(old), old["cases"], strict=True):
-                if result.case in self.todo:
-                    self._keep(result, recorded)
+            self.add(*(result for result in read_cases(old) if result.case in self.todo))
         except ValueError as error:
             raise ResumeError(str(error)) from None
         # A complete record stays as it is.
