@@ -76,8 +76,8 @@ def decoding(records: Records) -> str:
     found = records.cases(records.first("decoding"))
     many = max((each.case.rows for each in found), default=0)
     bars = [
-        (named(each), result.who, result.times.median_us / 1e3)
-        for each in found for result in each.results if result.times and each.case.rows == many
+        (named(each), result.who, result.us / 1e3)
+        for each in found for result in each.results if result.us and each.case.rows == many
     ]  # fmt: skip
     return _bars(bars, DECODING_WAYS, "milliseconds of a step: less is better")
 

@@ -23,7 +23,7 @@ from .markdown import (
     table,
     together,
 )
-from .records import Records, ours, result_of
+from .records import Records, ours
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -50,7 +50,7 @@ def softmax_table(records: Records) -> str:
     rows = []
     for each in sorted(found, key=lambda each: (not _is_inner(each.case), each.case.shape[-1])):
         mine = [share(records.result(replace(each.case, dtype=dtype), "ours", name)) for dtype in dtypes]
-        theirs = [share(result_of(each, who)) for who in NAMES]
+        theirs = [share(each.result(who)) for who in NAMES]
         rows.append([shape(each.case), strategy(each), f"**{mine[0]}**", *mine[1:], *theirs])
     return records.table(header, rows, name)
 
@@ -68,7 +68,7 @@ def single_row_table(records: Records) -> str:
     name, rows = "h200-single-row", []
     for each in records.cases(name, dtype="bfloat16")[::4]:
         wide = records.result(replace(each.case, dtype="float32"), "ours", name)
-        mine, theirs = ours(each), result_of(each, "torch")
+        mine, theirs = ours(each), each.result("torch")
         rows.append([
             f"2^{each.case.shape[-1].bit_length() - 1}", strategy(each), microseconds(each.copy),
             microseconds(mine.times), f"**{share(mine)}**", share(wide), microseconds(theirs and theirs.times),
@@ -117,7 +117,7 @@ def short_rows_table(records: Records) -> str:
 
 def _shares(found: Iterable[CaseResult], operation: str, who: str) -> str:
     """The shares of a library in bfloat16 and in float32, for the cases of one shape."""
-    results = {each.case.dtype: result_of(each, who) for each in found if each.case.operation == operation}
+    results = {each.case.dtype: each.result(who) for each in found if each.case.operation == operation}
     return together(share(results[dtype]) for dtype in DTYPES if results.get(dtype)) or NOTHING
 
 
@@ -198,7 +198,7 @@ def jax_table(records: Records) -> str:
         for name in names for each in records.cases(name.replace("jax-", "jax-pallas-"))
     }  # fmt: skip
     for title, mine in groups.items():
-        found = [result_of(each, "jax.nn") for each in mine]
+        found = [each.result("jax.nn") for each in mine]
         wrong = sum(result.status == "wrong" for result in found if result)
         theirs = spread(result.of_copy for result in found if result)
         rows.append([
@@ -218,7 +218,7 @@ def jax_calls_table(records: Records) -> str:
     in_torch = {each.case: ours(each) for each in records.cases(names[0])}
     rows = []
     for each in records.cases(names[1]):
-        mine, theirs, before = ours(each), result_of(each, "jax.nn"), in_torch.get(each.case)
+        mine, theirs, before = ours(each), each.result("jax.nn"), in_torch.get(each.case)
         if mine.times and before and before.times:
             rows.append([
                 shape(each.case), SHORT[each.case.dtype], str(each.case.calls), microseconds(before.times),

@@ -56,12 +56,12 @@ def faster_libraries(records: Records) -> str:
     """The cases where another library takes at most 1/SLOWER of our time, in the same run, by record and library."""
     groups: dict[tuple[str, str, str], list[tuple[float, str]]] = {}
     for record, found in _measured(records):
-        mine, case = ours(found).times, found.case
+        mine, case = ours(found).us, found.case
         for result in found.results:
-            if mine and result.who != "ours" and result.times and mine.median_us > SLOWER * result.times.median_us:
+            if mine and result.who != "ours" and result.us and mine > SLOWER * result.us:
                 words = " ".join([shape(case), *case.fused, SHORT[case.dtype]])
                 key = (record.name.removesuffix(".json"), f"`{case.operation}`", NAMES.get(result.who, result.who))
-                groups.setdefault(key, []).append((mine.median_us / result.times.median_us, words))
+                groups.setdefault(key, []).append((mine / result.us, words))
     if not groups:
         return f"In no run was another library faster by more than {SLOWER - 1:.0%}."
     rows = [[*key, str(len(cases)), "{:.2f} at {}".format(*max(cases))] for key, cases in groups.items()]

@@ -25,7 +25,7 @@ from .markdown import (
     together,
     without_time,
 )
-from .records import Records, ours, result_of
+from .records import Records, ours
 
 CROSS_ENTROPY, TOKENS, IN_JAX = "h200-cross-entropy", "h200-token-logprobs", "h100-jax-cross-entropy"
 
@@ -59,13 +59,13 @@ def _of_heads(records: Records, suite: str) -> str:
     """A row for each head, of the newest record; a column for each way that some head was timed by."""
     name = records.newest(suite)
     found = records.cases(name)
-    results = [(who, result_of(each, who)) for who in HEAD_WAYS for each in found]
+    results = [(who, each.result(who)) for who in HEAD_WAYS for each in found]
     timed = dict.fromkeys(who for who, result in results if result and result.of_products is not None)
     header = ["tokens × hidden → classes", "three products", *(HEAD_WAYS[who] for who in timed)]
     rows = []
     for each in found:
         tokens, hidden, classes = each.case.shape
-        cells = [_of_products(result_of(each, who)) for who in timed]
+        cells = [_of_products(each.result(who)) for who in timed]
         products = f"{microseconds(each.three_products)} µs"
         rows.append([f"{sizes((tokens, hidden))} → {classes}", products, f"**{cells[0]}**", *cells[1:]])
     return records.table(header, rows, name)
@@ -98,8 +98,8 @@ def _with_gradient(records: Records, name: str) -> str:
     header = ["rows × classes", "", "ours", *NAMES.values(), "extra: ours", "extra: PyTorch"]
     rows = []
     for each in sorted(found, key=lambda each: each.case.reduction != "mean"):
-        wide, theirs = replace(each.case, dtype="float32"), result_of(each, "torch")
-        pairs = ((result_of(each, who), records.result(wide, who, name)) for who in ("ours", *NAMES))
+        wide, theirs = replace(each.case, dtype="float32"), each.result("torch")
+        pairs = ((each.result(who), records.result(wide, who, name)) for who in ("ours", *NAMES))
         cells = [together(map(copies, pair)) if any(pair) else NOTHING for pair in pairs]
         rows.append([
             shape(each.case), each.case.reduction, f"**{cells[0]}**", *cells[1:],
@@ -162,7 +162,7 @@ def jax_losses_table(records: Records) -> str:
     """Cross-entropy with its gradient in JAX, in times of XLA's copy."""
     rows = [
         [shape(each.case), SHORT[each.case.dtype], each.case.reduction, f"**{copies(ours(each))}**",
-         copies(result_of(each, "jax.nn"))]
+         copies(each.result("jax.nn"))]
         for each in records.cases(IN_JAX)
     ]  # fmt: skip
     return records.table(("rows × classes", "dtype", "reduction", "ours", "jax.nn"), rows, IN_JAX)
@@ -173,8 +173,8 @@ def distributed_table(records: Records) -> str:
     header = ("copy of a shard", *WAYS.values(), "extra: ours", "extra: `loss_parallel`")
 
     def cells(each: CaseResult) -> list[str]:
-        results = {result.who: result for result in each.results if result.times}
-        extra = (size(results[who].extra_bytes if who in results else None) for who in ("ours", "loss-parallel"))
+        timed = (each.result(who) for who in ("ours", "loss-parallel"))
+        extra = (size(result.extra_bytes if result and result.times else None) for result in timed)
         return [microseconds(each.copy), *_times(each, WAYS), *extra]
 
     return _of_many(records, "distributed", header, cells)
@@ -188,7 +188,7 @@ def forecast_text(records: Records) -> str:
     if 2 not in found:
         return ABSENT
     copies = {count: each.copy.median_us for count, each in found.items() if each.copy}
-    us = {count: {r.who: r.times.median_us for r in each.results if r.times} for count, each in found.items()}
+    us = {count: {r.who: r.us for r in each.results if r.us} for count, each in found.items()}
 
     def wait(count: int) -> float:
         """Microseconds beyond a part of the time of one GPU."""

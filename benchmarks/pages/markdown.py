@@ -93,10 +93,10 @@ def together(cells: Iterable[str]) -> str:
 
 def strategy(found: CaseResult) -> str:
     """The strategy of our plan; `eager` where the framework's own operations run."""
-    plan = next(each.plan for each in found.results if each.who == "ours")
-    if plan is None:
+    ours = found.result("ours")
+    if ours is None or ours.plan is None:
         return NOTHING
-    return plan.backend if plan.backend == "eager" else plan.strategy
+    return ours.plan.backend if ours.plan.backend == "eager" else ours.plan.strategy
 
 
 def commit(record: Record) -> str:

@@ -9,7 +9,7 @@ from onlinesoftmax.lab.bench.result import CANNOT, PLAIN, CaseResult, Result
 from onlinesoftmax.lab.report.panels import NAMES
 
 from .markdown import ABSENT, NOTHING, commit, copies, microseconds, share, spread, table
-from .records import Records, result_of
+from .records import Records
 
 LIBRARIES = ("ours", *NAMES)
 """Columns of the table, by their names in records."""
@@ -101,7 +101,7 @@ def _field(records: Records, names: Sequence[str], unaligned: bool = False) -> l
 
 
 def _results(found: Sequence[CaseResult], who: str) -> list[Result]:
-    results = (result_of(each, who) for each in found)
+    results = (each.result(who) for each in found)
     return [result for result in results if result is not None]
 
 
@@ -132,7 +132,7 @@ def _sharded(records: Records) -> list[str]:
     title = "cross-entropy and its gradient, columns on 2 GPUs, µs"
     case = Case("cross_entropy", VOCABULARY, 1, BF16, with_gradient=True)
     times = [records.result(case, who, "h200x2-distributed") for who in ("ours", "loss-parallel")]
-    ours, theirs = (microseconds(each.times.median_us if each and each.times else None) for each in times)
+    ours, theirs = (microseconds(each and each.times) for each in times)
     return [title, ours, f"{theirs} (`loss_parallel`)", *[NOTHING] * (len(LIBRARIES) - 2)]
 
 

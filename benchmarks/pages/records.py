@@ -53,7 +53,7 @@ class Records:
 
     def result(self, case: Case, who: str, name: str) -> Result | None:
         """The result of a library for a case of a record; None where there is none."""
-        return next((result_of(each, who) for each in self.cases(name) if each.case == case), None)
+        return next((each.result(who) for each in self.cases(name) if each.case == case), None)
 
     def table(self, header: Sequence[str], rows: Iterable[Sequence[str]], *names: str) -> str:
         """A table, and a line that names the records that it is made from; ABSENT without any row."""
@@ -66,18 +66,13 @@ def fits(case: Case, fields: dict[str, Any]) -> bool:
     return all(getattr(case, name) == value for name, value in fields.items())
 
 
-def result_of(found: CaseResult, who: str) -> Result | None:
-    """The result of a library for a case; None where the library was not measured."""
-    return next((each for each in found.results if each.who == who), None)
-
-
 def ours(found: CaseResult) -> Result:
     """Our result of a case.
 
     Raises:
         ValueError: ours has no result that could be shown.
     """
-    result = next(each for each in found.results if each.who == "ours")
-    if result.failed:
-        raise ValueError(f"{found.case.operation} {found.case} {found.case.dtype}: {result.status}")
+    result = found.result("ours")
+    if result is None or result.failed:
+        raise ValueError(f"{found.case.operation} {found.case} {found.case.dtype}: {result and result.status}")
     return result

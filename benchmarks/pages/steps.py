@@ -8,7 +8,7 @@ from onlinesoftmax.lab.bench.heads.cases import POLICY, TRAINING
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 
 from .markdown import NOTHING, size, together, without_time
-from .records import Records, result_of
+from .records import Records
 from .tokens import WAYS
 
 STEP_WAYS = {
@@ -49,14 +49,14 @@ def _speed_and_memory(found: CaseResult, result: Result) -> str:
 
 def tokens_per_second(found: CaseResult, result: Result) -> float:
     """The speed of a way that has a time."""
-    assert result.times is not None
-    return 1e6 * found.case.rows / result.times.median_us
+    assert result.us is not None
+    return 1e6 * found.case.rows / result.us
 
 
 def milliseconds(_: CaseResult, result: Result) -> str:
     """The time of a step of a way that has one."""
-    assert result.times is not None
-    return f"{result.times.median_us / 1e3:.2f}"
+    assert result.us is not None
+    return f"{result.us / 1e3:.2f}"
 
 
 def _table(
@@ -64,12 +64,12 @@ def _table(
     cell: Callable[[CaseResult, Result], str],
 ) -> str:  # fmt: skip
     """A row for each case, whose fastest way is bold, and a column for each way that has a time in some case."""
-    results = {who: [result_of(each, who) for each in found] for who in ways}
+    results = {who: [each.result(who) for each in found] for who in ways}
     timed = [who for who, ours in results.items() if any(result and result.times for result in ours)]
     rows = []
     for i, each in enumerate(found):
         here = [results[who][i] for who in timed]
-        least = min(result.times.median_us for result in here if result and result.times)
+        least = min(result.us for result in here if result and result.us)
         rows.append([named(each), *(_cell(each, result, cell, least) for result in here)])
     return records.table(("step", *(ways[who] for who in timed)), rows, name)
 
@@ -87,4 +87,4 @@ def _cell(
     if not result.times:
         return without_time(result)
     text = cell(found, result)
-    return f"**{text}**" if result.times.median_us == least else text
+    return f"**{text}**" if result.us == least else text

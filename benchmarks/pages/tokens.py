@@ -6,7 +6,7 @@ from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 
 from .markdown import NOTHING, microseconds, sizes, without_time
-from .records import Records, result_of
+from .records import Records
 
 WAYS = {
     "torch": "PyTorch", "compile": "torch.compile", "flashinfer": "FlashInfer, probabilities",
@@ -52,8 +52,8 @@ def _of_tokens(records: Records, suite: str, axes: str = "rows × tokens") -> st
 
 def _of_way(found: list[CaseResult], who: str) -> str:
     """The least and the largest time of a way."""
-    results = [result for each in found if (result := result_of(each, who)) is not None]
-    times = [result.times.median_us for result in results if result.times is not None]
+    results = [result for each in found if (result := each.result(who)) is not None]
+    times = [result.us for result in results if result.us is not None]
     if times:
         return _range(times)
     return next((without_time(result) for result in results), NOTHING)

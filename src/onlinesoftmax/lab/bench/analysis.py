@@ -95,14 +95,14 @@ so the launch bounds the time.  torch takes 2.50 times as long.'
     name = f"{found.case} {found.case.dtype}"
     if found.skipped:
         return f"{name}: skipped, {found.skipped}."
-    ours = next((result for result in found.results if result.who == "ours"), None)
-    if ours is None or ours.times is None or ours.gbps is None or ours.of_copy is None:
+    ours = found.result("ours")
+    if ours is None or ours.us is None or ours.gbps is None or ours.of_copy is None:
         return f"{name}: ours has no time" + (f", {ours.reason}." if ours and ours.reason else ".")
     gbps = f"{ours.gbps:.{0 if ours.gbps >= 100 else 1}f} GB/s"
     speed = f"{name}: {gbps}, {100 * ours.of_copy:.0f}% of a copy of the same size"
     if ours.utilisation is not None:
         speed += f" and {100 * ours.utilisation:.0f}% of a large copy's bandwidth"
-    us, overhead_us, said = ours.times.median_us, found.overhead_us, [f"{speed}."]
+    us, overhead_us, said = ours.us, found.overhead_us, [f"{speed}."]
     if overhead_us is not None:
         share = f"A call without work takes {overhead_us:.1f} of the {us:.1f} us"
         if us < LAUNCHES * overhead_us:
@@ -110,7 +110,7 @@ so the launch bounds the time.  torch takes 2.50 times as long.'
         else:
             bound = "memory bounds the time" if ours.of_copy >= CLOSE else ours.analysis
             said.append(f"{share}; {bound}." if bound else f"{share}.")
-    others = [(each.times.median_us, each.who) for each in found.results if each is not ours and each.times]
+    others = [(each.us, each.who) for each in found.results if each is not ours and each.us is not None]
     if others:
         said.append(f"{min(others)[1]} takes {min(others)[0] / us:.2f} times as long.")
     return "  ".join(said)

@@ -150,6 +150,11 @@ class Result:
     of_read: float | None = None
 
     @property
+    def us(self) -> float | None:
+        """Median microseconds of the call; None without times."""
+        return self.times.median_us if self.times else None
+
+    @property
     def failed(self) -> bool:
         """True where the run must report failure."""
         return self.status in ("wrong", "failed")
@@ -199,6 +204,10 @@ class CaseResult:
     four_products: Times | None = None
     one_read: Times | None = None
 
+    def result(self, who: str) -> Result | None:
+        """The result of a library; None where it was not measured."""
+        return next((each for each in self.results if each.who == who), None)
+
     @property
     def yardsticks(self) -> dict[str, Times]:
         """Times of calls that stand in the table beside the libraries, by name."""
@@ -209,7 +218,7 @@ class CaseResult:
     @property
     def within_cpu_bound(self) -> bool | None:
         """True where our layer adds to PyTorch on a CPU no more than it may; None where the bound does not apply."""
-        ours = next((r for r in self.results if r.who == "ours"), None)
+        ours = self.result("ours")
         several = self.case.fused or self.case.with_gradient or self.case.declaration.has_target
         if several or self.framework != "torch":
             # PyTorch runs several operations, or our function is no layer over PyTorch.

@@ -258,16 +258,10 @@ def _digits(microseconds: float | None) -> str:
     return _shown(microseconds, ".2f" if microseconds is None or microseconds < 10 else ".1f")
 
 
-def _us(_: CaseResult, result: Result) -> str:
-    return _digits(result.times.median_us if result.times else None)
-
-
 COLUMNS: Columns = {
-    "time us": _us,
-    "time ms": lambda _, result: _shown(result.times.median_us / 1e3 if result.times else None, ".1f"),
-    "tokens/s": lambda found, result: _shown(
-        1e6 * found.case.rows / result.times.median_us if result.times else None, ",.0f"
-    ),
+    "time us": lambda _, result: _digits(result.us),
+    "time ms": lambda _, result: _shown(result.us and result.us / 1e3, ".1f"),
+    "tokens/s": lambda found, result: _shown(result.us and 1e6 * found.case.rows / result.us, ",.0f"),
     "host us": lambda _, result: _digits(result.host_us),
     "GB/s": lambda _, result: _shown(result.gbps, ".0f" if result.gbps is None or result.gbps >= 100 else ".1f"),
     "of copy": lambda _, result: _shown(result.of_copy, ".0%"),
@@ -323,9 +317,9 @@ def _speed_ups(results: Sequence[CaseResult], content: Mapping[str, Any]) -> lis
     """A line for each case that one process and several have measured."""
     lines = []
     for found in results:
-        us = {result.who: result.times.median_us for result in found.results if result.times}
-        if {"ours", "one-process"} <= us.keys():
-            name, ratio = f"{found.case.operation} {found.case}", us["one-process"] / us["ours"]
+        ours, whole = (each and each.us for each in map(found.result, ("ours", "one-process")))
+        if ours and whole:
+            name, ratio = f"{found.case.operation} {found.case}", whole / ours
             lines.append(f"{name}: {content['processes']['count']} processes have {ratio:.2f} times the speed of one.")
     return lines
 

@@ -159,16 +159,16 @@ def _points(found: CaseResult) -> list[dict[str, Any]]:
 
 def _point(found: CaseResult, result: Result) -> dict[str, Any]:
     gbps, ratio = result.gbps, result.of_copy
-    if found.measures == "sharded time" and result.times:
+    if found.measures == "sharded time" and result.us:
         # Of one of the devices, as the copy beside it.
-        gbps = found.case.bytes / found.processes / result.times.median_us / 1e3
+        gbps = found.case.bytes / found.processes / result.us / 1e3
         ratio = found.copy_gbps and gbps / found.copy_gbps
     if times_as_long := result.of_read or result.of_products:
         ratio = 1 / times_as_long
     return {
         "who": result.who,
         "plan": f"{result.plan.backend}/{result.plan.strategy}" if result.plan else "",
-        "us": _digits(result.times.median_us if result.times else None),
+        "us": _digits(result.us),
         "gbps": _digits(gbps),
         "ratio": _digits(ratio),
         "error": _digits(result.error),
