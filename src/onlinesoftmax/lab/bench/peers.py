@@ -204,6 +204,16 @@ class Compiled(Torch):
         return None
 
 
+class AsCompiled(Peer):
+    """Another peer's function under torch.compile, for exactly this shape; that peer is the next base class."""
+
+    name = Compiled.name
+
+    def forward(self, case: Any) -> Function:
+        """A fresh compilation."""
+        return compiled(super().forward(case))
+
+
 def by_name(*peers: type[P]) -> dict[str, type[P]]:
     """Peers by their names on the command line."""
     return {peer.name: peer for peer in peers}

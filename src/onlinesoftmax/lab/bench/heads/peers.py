@@ -13,7 +13,7 @@ from ..formulas import Function, log_probabilities
 from ..jax_peers import Programs, called
 from ..jax_peers import log_probabilities as in_jax
 from ..libraries import Liger, Quack
-from ..peers import Compiled, ForGpus, Peer, by_name, compiled
+from ..peers import AsCompiled, ForGpus, Peer, by_name
 from .cases import LOGPROBS, LOSS, HeadCase
 
 TOKENS_AT_ONCE = 1024
@@ -117,14 +117,8 @@ class TorchHead(Peer):
         return on_logits(case)
 
 
-class CompiledHead(TorchHead):
+class CompiledHead(AsCompiled, TorchHead):
     """The same under torch.compile."""
-
-    name = Compiled.name
-
-    def forward(self, case: Case) -> Function:
-        """A fresh compilation for this shape."""
-        return compiled(super().forward(case))
 
 
 class TorchLinear(Peer):

@@ -10,7 +10,7 @@ from ....explanation import explain
 from ..cases import Case
 from ..formulas import Function
 from ..libraries import Quack
-from ..peers import Compiled, ForGpus, Peer, by_name, compiled
+from ..peers import AsCompiled, ForGpus, Peer, by_name
 from .cases import RouteCase
 
 BALANCE, Z = 1e-2, 1e-3
@@ -104,56 +104,45 @@ class TorchGate(Gate):
 
     def forward(self, case: RouteCase) -> Function:
         """The operations."""
-        return by_torch(case)
+        import torch
+
+        given, (tokens, experts) = case.arguments, case.shape
+        k, groups, sigmoid = given["k"], given.get("groups"), given.get("score") == "sigmoid"
+        first, renormalize = given.get("order") == "topk_first", given.get("renormalize", True)
+
+        def choose(scores: Any, bias: Any) -> Any:
+            if groups is None:
+                return scores.topk(k, -1).indices
+            biased = scores + bias
+            best = biased.view(tokens, groups, -1).topk(2, -1).values.sum(-1).topk(given["group_k"], -1).indices
+            kept = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device).scatter(1, best, True)
+            return biased.masked_fill(~kept.repeat_interleave(experts // groups, 1), -torch.inf).topk(k, -1).indices
+
+        def forward(x: Any, bias: Any) -> Any:
+            x = x.float()
+            p: Any = None if sigmoid else x.softmax(-1)
+            scores = x.sigmoid() if sigmoid else x if first else p
+            chosen = choose(scores.detach(), bias)
+            weights = scores.gather(1, chosen)
+            if first:
+                weights = weights.softmax(-1)
+            elif renormalize:
+                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights * given.get("scale", 1.0)
+            # A one-hot tensor, as torch.bincount waits for the GPU.
+            routed = torch.zeros_like(x, dtype=torch.int32).scatter(1, chosen, 1)
+            counts = routed.sum(0)
+            if not case.with_gradient:
+                return weights, chosen, counts
+            p = scores / scores.sum(-1, keepdim=True) if sigmoid else p
+            balance = (counts * p.sum(0)).sum() * (experts / (k * tokens * tokens))
+            return weights, chosen, counts, balance, x.logsumexp(-1).square().mean()
+
+        return forward
 
 
-class CompiledGate(TorchGate):
+class CompiledGate(AsCompiled, TorchGate):
     """The same under torch.compile."""
-
-    name = Compiled.name
-
-    def forward(self, case: RouteCase) -> Function:
-        """A compilation for this shape."""
-        return compiled(by_torch(case))
-
-
-def by_torch(case: RouteCase) -> Function:
-    """The function in PyTorch's operations."""
-    import torch
-
-    given, (tokens, experts) = case.arguments, case.shape
-    k, groups, sigmoid = given["k"], given.get("groups"), given.get("score") == "sigmoid"
-    first, renormalize = given.get("order") == "topk_first", given.get("renormalize", True)
-
-    def choose(scores: Any, bias: Any) -> Any:
-        if groups is None:
-            return scores.topk(k, -1).indices
-        biased = scores + bias
-        best = biased.view(tokens, groups, -1).topk(2, -1).values.sum(-1).topk(given["group_k"], -1).indices
-        kept = torch.zeros(tokens, groups, dtype=torch.bool, device=scores.device).scatter(1, best, True)
-        return biased.masked_fill(~kept.repeat_interleave(experts // groups, 1), -torch.inf).topk(k, -1).indices
-
-    def forward(x: Any, bias: Any) -> Any:
-        x = x.float()
-        p: Any = None if sigmoid else x.softmax(-1)
-        scores = x.sigmoid() if sigmoid else x if first else p
-        chosen = choose(scores.detach(), bias)
-        weights = scores.gather(1, chosen)
-        if first:
-            weights = weights.softmax(-1)
-        elif renormalize:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        weights = weights * given.get("scale", 1.0)
-        # A one-hot tensor, as torch.bincount waits for the GPU.
-        routed = torch.zeros_like(x, dtype=torch.int32).scatter(1, chosen, 1)
-        counts = routed.sum(0)
-        if not case.with_gradient:
-            return weights, chosen, counts
-        p = scores / scores.sum(-1, keepdim=True) if sigmoid else p
-        balance = (counts * p.sum(0)).sum() * (experts / (k * tokens * tokens))
-        return weights, chosen, counts, balance, x.logsumexp(-1).square().mean()
-
-    return forward
 
 
 class QuackGate(Gate, ForGpus):

@@ -66,14 +66,48 @@ class OursTokens(Tokens):
 
 
 class TorchTokens(Tokens):
-    """PyTorch's operations: a sort or top-k, and an argmax of probabilities over exponential noise."""
+    """PyTorch's operations: a sort or top-k, and an argmax of probabilities over exponential noise.
+
+    `torch.multinomial` divides by exponential noise and takes the largest, too; it also checks its input and waits for
+    the GPU, which no measurement could hide.
+    """
 
     name, distribution = "torch", "torch"
     lacks = dict.fromkeys(ASKED[SAMPLE], "no log-probability of the token")
 
     def forward(self, case: TokenCase) -> Function:
         """The operations of libraries that serve models."""
-        return by_torch(case)
+        given = case.arguments
+        k, p, min_p, top = (given.get(name) for name in ("top_k", "top_p", "min_p", "top_logprobs"))
+
+        def greedy(x: Any) -> Any:
+            return (x.argmax(-1),)
+
+        def gumbel(x: Any) -> Any:
+            return (_draw(x.float().softmax(-1))[:, 0],)
+
+        def filtered(x: Any) -> Any:
+            values, tokens = x.float().topk(k, -1) if k else x.float().sort(dim=-1, descending=True)
+            probabilities = values.softmax(-1)
+            if p is not None:
+                probabilities = probabilities.where(probabilities.cumsum(-1) - probabilities < p, 0.0)
+            if min_p is not None:
+                probabilities = probabilities.where(probabilities >= min_p * probabilities[:, :1], 0.0)
+            token = tokens.gather(-1, _draw(probabilities))[:, 0]
+            if not top:
+                return (token,)
+            return token, tokens[:, :top], (probabilities[:, :top] / probabilities.sum(-1, keepdim=True)).log()
+
+        def largest(x: Any) -> Any:
+            logprobs = x.float().log_softmax(-1)
+            values, tokens = x.topk(given["k"], -1)
+            return values, tokens, logprobs.gather(-1, tokens)
+
+        if case.operation == VERIFY:
+            return drafts_by_torch(k, p)
+        if case.operation == TOPK:
+            return largest
+        return filtered if k or p else greedy if given else gumbel
 
 
 class CompiledTokens(TorchTokens):
@@ -88,46 +122,7 @@ class CompiledTokens(TorchTokens):
 
 @lru_cache(maxsize=1)
 def _compiled(case: TokenCase) -> Function:
-    return compiled(by_torch(case))
-
-
-def by_torch(case: TokenCase) -> Function:
-    """PyTorch's operations.
-
-    `torch.multinomial` divides by exponential noise and takes the largest, too; it also checks its input and waits for
-    the GPU, which no measurement could hide.
-    """
-    given = case.arguments
-    k, p, min_p, top = (given.get(name) for name in ("top_k", "top_p", "min_p", "top_logprobs"))
-
-    def greedy(x: Any) -> Any:
-        return (x.argmax(-1),)
-
-    def gumbel(x: Any) -> Any:
-        return (_draw(x.float().softmax(-1))[:, 0],)
-
-    def filtered(x: Any) -> Any:
-        values, tokens = x.float().topk(k, -1) if k else x.float().sort(dim=-1, descending=True)
-        probabilities = values.softmax(-1)
-        if p is not None:
-            probabilities = probabilities.where(probabilities.cumsum(-1) - probabilities < p, 0.0)
-        if min_p is not None:
-            probabilities = probabilities.where(probabilities >= min_p * probabilities[:, :1], 0.0)
-        token = tokens.gather(-1, _draw(probabilities))[:, 0]
-        if not top:
-            return (token,)
-        return token, tokens[:, :top], (probabilities[:, :top] / probabilities.sum(-1, keepdim=True)).log()
-
-    def largest(x: Any) -> Any:
-        logprobs = x.float().log_softmax(-1)
-        values, tokens = x.topk(given["k"], -1)
-        return values, tokens, logprobs.gather(-1, tokens)
-
-    if case.operation == VERIFY:
-        return drafts_by_torch(k, p)
-    if case.operation == TOPK:
-        return largest
-    return filtered if k or p else greedy if given else gumbel
+    return compiled(TorchTokens("").forward(case))
 
 
 def _draw(weights: Any) -> Any:
@@ -231,10 +226,6 @@ class JaxTokens(Arrays, Tokens):
 
 @lru_cache(maxsize=1)
 def _in_jax(case: TokenCase) -> Function:
-    return jax_on_torch.on_tensors(in_jax(case))
-
-
-def in_jax(case: TokenCase) -> Function:
     """The function of logits and a seed."""
     import jax
     import jax.numpy as jnp
@@ -262,7 +253,7 @@ def in_jax(case: TokenCase) -> Function:
         values, tokens = jax.lax.top_k(x, given["k"])
         return values, tokens, jnp.take_along_axis(jax.nn.log_softmax(x.astype(jnp.float32)), tokens, 1)
 
-    return sample if case.operation == SAMPLE else largest
+    return jax_on_torch.on_tensors(sample if case.operation == SAMPLE else largest)
 
 
 TOKEN_PEERS: dict[str, type[Peer]] = by_name(TorchTokens, CompiledTokens, FlashInfer, FlashInferLogits, JaxTokens)

@@ -12,15 +12,23 @@ from ..formulas import Function
 from ..heads.cases import HeadCase
 from ..heads.peers import OursHead, public_head
 from ..peers import by_name
-from .team import Team
+from .team import InTeam
 
 
-class ShardedHead(OursHead):
+class WholeHead(InTeam, OursHead):
+    """Our function of the whole head: every process computes all of it, as one GPU would."""
+
+    name = "one-process"
+
+    def note(self, case: HeadCase, x: Any, weight: Any = None, *more: Any) -> str:
+        """Nothing."""
+        return ""
+
+
+class ShardedHead(WholeHead):
     """Our functions in `onlinesoftmax.distributed`, with equal shards of the classes."""
 
-    def __init__(self, team: Team) -> None:
-        super().__init__(team.device.type)
-        self.team = team
+    name = OursHead.name
 
     def forward(self, case: HeadCase) -> Function:
         """The public function of the input and of this process's rows of the weight."""
@@ -32,10 +40,6 @@ class ShardedHead(OursHead):
         x, weight, *more = inputs
         shards = self.team.shards(case)
         return x, weight.detach()[shards.first : shards.first + shards.cols].clone().requires_grad_(), *more
-
-    def note(self, case: HeadCase, x: Any, weight: Any = None, *more: Any) -> str:
-        """Nothing."""
-        return ""
 
     def whole(self, case: Case, found: Any) -> Any:
         """The results with the gradient of the weight of all processes."""
@@ -60,23 +64,5 @@ class ShardedByCollective(ShardedHead):
         return by_collective
 
 
-class WholeHead(ShardedHead):
-    """Our function of the whole head: every process computes all of it, as one GPU would."""
-
-    name = "one-process"
-
-    def forward(self, case: HeadCase) -> Function:
-        """Our public function."""
-        return OursHead(self.device_type).forward(case)
-
-    def arguments(self, case: Case, inputs: Inputs) -> Inputs:
-        """The whole tensors."""
-        return inputs
-
-    def whole(self, case: Case, found: Any) -> Any:
-        """The results as they are."""
-        return found
-
-
-PEERS: dict[str, type[ShardedHead]] = by_name(ShardedByCollective, WholeHead)
+PEERS: dict[str, type[WholeHead]] = by_name(ShardedByCollective, WholeHead)
 """The peers by name on the command line."""

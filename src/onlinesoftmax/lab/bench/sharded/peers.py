@@ -20,7 +20,7 @@ from ..cases import STATISTICS, Case, Inputs
 from ..formulas import Function
 from ..inputs import extra_bytes
 from ..peers import Ours, Peer, by_name, public_function
-from .team import Team
+from .team import InTeam, Team
 
 SENT = {
     "_allgather_base_": 1, "allgather_": 1, "allgather_into_tensor_coalesced_": 1, "allreduce_": 0, "broadcast_": 0,
@@ -119,7 +119,7 @@ def row_bytes(case: Case, by_peer_memory: bool = False) -> int:
     return numbers * (8 if case.dtype == "float64" else 4) + 8 * backward
 
 
-class Member(Peer):
+class Member(InTeam):
     """A way to compute a sharded case: a function of the tensors of this process.
 
     Attributes:
@@ -127,10 +127,6 @@ class Member(Peer):
     """
 
     has_whole_rows = False
-
-    def __init__(self, team: Team) -> None:
-        super().__init__(team.device.type)
-        self.team = team
 
     def arguments(self, case: Case, inputs: Inputs) -> Inputs:
         """The tensors of this process; with a gradient the first requires one."""

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ....core.processes import gathered
 from ....distributed.shards import Shards
 from ..cases import Case, Inputs
+from ..peers import Peer
 from ..timing import MOST_FLUSHES, TRIALS, USUAL, Call, CudaClock, Flush, Samples, elapsed_us, quiet, rounds
 
 TIMEOUT = timedelta(minutes=5)
@@ -91,6 +92,14 @@ class Team(NamedTuple):
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         found: list[float] = gathered(mine, self.group).amax(0).tolist()
         return found
+
+
+class InTeam(Peer):
+    """A peer that runs in every process of a team."""
+
+    def __init__(self, team: Team) -> None:
+        super().__init__(team.device.type)
+        self.team = team
 
 
 FEWEST, MOST = 7, 300
