@@ -63,8 +63,8 @@ def whole_steps(operation: str) -> Callable[[Records], str]:
     def draw(records: Records) -> str:
         found = records.cases(records.first("training-step"), operation=operation)
         bars = [
-            (named(each), result.who, tokens_per_second(each, result))
-            for each in found for result in each.results if result.times
+            (named(each), result.who, tokens_per_second(each, result.us))
+            for each in found for result in each.results if result.us
         ]  # fmt: skip
         return _bars(bars, STEP_WAYS, "tokens per second")
 

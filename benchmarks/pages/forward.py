@@ -13,6 +13,7 @@ from .markdown import (
     ABSENT,
     NOTHING,
     SHORT,
+    grouped,
     microseconds,
     shape,
     share,
@@ -159,24 +160,21 @@ def h100_table(records: Records) -> str:
     """The records of an H100, by operation and strategy: how many cases, and the range of their shares of the copy."""
     suites = ("forward", "rows1024", "single-row", "long-rows", "gradients", "cross-entropy")
     names = [f"h100-{suite}" for suite in suites]
-    groups: dict[tuple[str, str], list[CaseResult]] = {}
-    for each in (each for name in names for each in records.cases(name)):
-        operation = f"`{each.case.operation}`" + (" and its gradient" if each.case.with_gradient else "")
-        groups.setdefault((operation, _kind(each)), []).append(each)
+    found = (each for name in names for each in records.cases(name))
     rows = [
         [*key, _lengths(each.case for each in mine), str(len(mine)), spread(ours(each).of_copy for each in mine),
          spread(result.of_copy for each in mine for result in each.results if result.who == "torch")]
-        for key, mine in groups.items()
+        for key, mine in grouped(found, _kind).items()
     ]  # fmt: skip
     return records.table(("operation", "strategy", "columns", "cases", "ours", "PyTorch"), rows, *names)
 
 
-def _kind(found: CaseResult) -> str:
-    """The strategy of our plan, and the reason if the case is far from the copy with every strategy."""
-    plan, cols = ours(found).plan, found.case.shape[found.case.dim]
-    if cols < SHORT_ROW:
-        return f"{strategy(found)}, fewer than {SHORT_ROW} columns"
-    return f"{strategy(found)}, rows read twice" if plan is not None and plan.reads > 1 else strategy(found)
+def _kind(found: CaseResult) -> tuple[str, str]:
+    """The operation, and the strategy of our plan with the reason if the case is far from the copy with each."""
+    plan, case = ours(found).plan, found.case
+    why = ", rows read twice" if plan is not None and plan.reads > 1 else ""
+    why = f", fewer than {SHORT_ROW} columns" if case.shape[case.dim] < SHORT_ROW else why
+    return f"`{case.operation}`" + " and its gradient" * case.with_gradient, strategy(found) + why
 
 
 def _lengths(cases: Iterable[Case]) -> str:

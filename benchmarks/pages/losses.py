@@ -14,6 +14,7 @@ from .markdown import (
     ABSENT,
     NOTHING,
     SHORT,
+    cell,
     copies,
     microseconds,
     shape,
@@ -23,7 +24,6 @@ from .markdown import (
     source,
     spread,
     together,
-    without_time,
 )
 from .records import Records, ours
 
@@ -73,13 +73,8 @@ def _of_heads(records: Records, suite: str) -> str:
 
 def _of_products(result: Result | None) -> str:
     """The time over three bare products, and the memory beyond inputs and gradients."""
-    if result is None:
-        return NOTHING
-    if result.of_products is None:
-        return without_time(result)
-    return together(
-        [f"{result.of_products:.2f}", *([size(result.extra_bytes)] if result.extra_bytes is not None else [])]
-    )
+    extra = [size(result.extra_bytes)] if result and result.extra_bytes is not None else []
+    return cell(result, result and result.of_products, lambda value: together([f"{value:.2f}", *extra]))
 
 
 def cross_entropy_table(records: Records) -> str:

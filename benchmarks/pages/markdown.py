@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
 
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import CANNOT, CaseResult, Result
 from onlinesoftmax.lab.bench.timing import Times
 from onlinesoftmax.lab.report.records import Record
+
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 NOTHING = "–"
 """Cell of a case that was not measured."""
@@ -27,36 +31,40 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
+def cell(result: Result | None, value: float | None, form: Callable[[float], str]) -> str:
+    """A number of a result in this form; the word for a result that has no time."""
+    if result is None or value is not None:
+        return NOTHING if value is None else form(value)
+    return CANNOT if result.status == "refused" else result.status
+
+
+def hundredths(value: float) -> str:
+    """A share."""
+    return f"{value:.2f}" if value >= 0.005 else "< 0.01"
+
+
 def share(result: Result | None) -> str:
     """The bandwidth of a result over that of the copy beside it."""
-    if result is None:
-        return NOTHING
-    if result.of_copy is None:
-        return without_time(result)
-    return f"{result.of_copy:.2f}" if result.of_copy >= 0.005 else "< 0.01"
+    return cell(result, result and result.of_copy, hundredths)
 
 
 def copies(result: Result | None) -> str:
     """The time of a result over the time of the copy beside it."""
-    if result is None:
-        return NOTHING
-    if result.copies is None:
-        return without_time(result)
-    return f"{result.copies:.2f}" if result.copies < 10 else f"{result.copies:.0f}"
+    return cell(result, result and result.copies, lambda value: f"{value:.{2 if value < 10 else 0}f}")
 
 
-def without_time(result: Result) -> str:
-    """The word for a result that has no time."""
-    return CANNOT if result.status == "refused" else result.status
+def spread(values: Iterable[float | None], form: Callable[[float], str] = hundredths) -> str:
+    """The smallest and the largest of several shares, or of numbers in another form."""
+    texts = [form(value) for value in sorted(value for value in values if value is not None)]
+    return "\u00a0to\u00a0".join(dict.fromkeys([texts[0], texts[-1]])) if texts else NOTHING
 
 
-def spread(values: Iterable[float | None]) -> str:
-    """The smallest and the largest of several shares."""
-    shares = sorted(value for value in values if value is not None)
-    texts = [f"{value:.2f}" if value >= 0.005 else "< 0.01" for value in shares]
-    if not texts:
-        return NOTHING
-    return texts[0] if texts[0] == texts[-1] else f"{texts[0]}\u00a0to\u00a0{texts[-1]}"
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """The items by their key, in the order of the first of each group."""
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def size(nbytes: int | None) -> str:

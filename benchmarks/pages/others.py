@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from onlinesoftmax.core.task import ITEMSIZE
 from onlinesoftmax.lab.bench.cases import Case
 from onlinesoftmax.lab.bench.result import BOTH, LARGE, PLAIN, RECORDING, Result
 from onlinesoftmax.lab.report.panels import NAMES
 
-from .markdown import ABSENT, microseconds, shape, source, table
+from .markdown import ABSENT, grouped, microseconds, shape, source, spread, table
 from .records import Records, ours
 
 
 def host_table(records: Records) -> str:
     """The host times of calls, ours and PyTorch's."""
-    groups: dict[str, dict[str, Result]] = {}
-    for case, result in _calls(records, "h200-host"):
-        groups.setdefault(f"`{case.operation}`, {shape(case)}", {})[result.who] = result
-    rows = [
-        [call, *(" / ".join(microseconds(found[who].calls[name]) for who in ("ours", "torch"))
-                 for name in CALLS)]
-        for call, found in groups.items()
-    ]  # fmt: skip
+    rows = []
+    for case, pairs in grouped(_calls(records, "h200-host"), lambda pair: pair[0]).items():
+        found = {result.who: result.calls for _, result in pairs}
+        times = (" / ".join(microseconds(found[who][name]) for who in ("ours", "torch")) for name in CALLS)
+        rows.append([f"`{case.operation}`, {shape(case)}", *times])
     return records.table(("call", *(f"{name}: ours / PyTorch" for name in CALLS)), rows, "h200-host")
 
 
@@ -29,13 +30,11 @@ CALLS = (PLAIN, RECORDING, BOTH)
 
 def cold_table(records: Records) -> str:
     """The times of first calls and of new shapes: the range over all cases."""
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for _, result in _calls(records, "h200-cold"):
-        groups.setdefault((NAMES.get(result.who, result.who), result.state), []).append(result)
+    found = (result for _, result in _calls(records, "h200-cold"))
     rows = []
-    for key, results in groups.items():
+    for key, results in grouped(found, lambda result: (NAMES.get(result.who, result.who), result.state)).items():
         times = ([result.calls[name].median_us / 1e3 for name in names for result in results] for names in FIRST)
-        rows.append([*key, *(f"{microseconds(min(each))}\u00a0to\u00a0{microseconds(max(each))}" for each in times)])
+        rows.append([*key, *(spread(each, microseconds) for each in times)])
     return records.table(("library", "caches", "first call", "new shape"), rows, "h200-cold")
 
 
@@ -104,30 +103,30 @@ STAMPS = {
 
 def stamps_table(records: Records) -> str:
     """The times of the blocks of one row: the mean over the blocks, and the first and the last block."""
-    found = records.document("stamps/h200")
-    if found is None:
-        return ABSENT
-    rows = [
-        [case["name"], *("{} ({} to {})".format(*map(microseconds, case[name])) for name in STAMPS.values()),
-         microseconds(case["between_events"])]
-        for case in found["cases"]
-    ]  # fmt: skip
-    said = f"*Record: `stamps/h200.json` ({found['device']}, commit {found['commit'][:7]}, {found['date'][:10]}).*"
-    return f"{table(('columns', *STAMPS, 'between two events'), rows)}\n\n{said}"
+
+    def cells(case: Any) -> list[str]:
+        times = ("{} ({} to {})".format(*map(microseconds, case[name])) for name in STAMPS.values())
+        return [*times, microseconds(case["between_events"])]
+
+    return _of_document(records, "stamps/h200", (*STAMPS, "between two events"), cells)
 
 
 def memory_traffic_table(records: Records) -> str:
     """What one row moves between L2 and memory, as the profiler counts it."""
-    found = records.document("profiles/h200")
+
+    def cells(case: Any) -> list[str]:
+        sizes = case["columns"] * ITEMSIZE[case["dtype"]], case["read_bytes"], case["written_bytes"]
+        return [*(f"{size / 1e6:.0f}" for size in sizes), microseconds(case["nanoseconds"] / 1e3)]
+
+    header = "size of the row (MB)", "read from memory (MB)", "written to memory (MB)", "kernel alone (µs)"
+    return _of_document(records, "profiles/h200", header, cells)
+
+
+def _of_document(records: Records, name: str, header: Sequence[str], cells: Callable[[Any], list[str]]) -> str:
+    """A row for each length of a row, of a file that `onlinesoftmax bench` did not write."""
+    found = records.document(name)
     if found is None:
         return ABSENT
-    item = {"bfloat16": 2, "float32": 4}[found["dtype"]]
-    rows = [
-        [case["name"],
-         *(f"{size / 1e6:.0f}" for size in (case["columns"] * item, case["read_bytes"], case["written_bytes"])),
-         microseconds(case["nanoseconds"] / 1e3)]
-        for case in found["cases"]
-    ]  # fmt: skip
-    header = ("columns", "size of the row (MB)", "read from memory (MB)", "written to memory (MB)", "kernel alone (µs)")
-    said = f"*Record: `profiles/h200.json` ({found['device']}, commit {found['commit'][:7]}, {found['date'][:10]}).*"
-    return f"{table(header, rows)}\n\n{said}"
+    rows = [[case["name"], *cells(found | case)] for case in found["cases"]]
+    said = f"*Record: `{name}.json` ({found['device']}, commit {found['commit'][:7]}, {found['date'][:10]}).*"
+    return f"{table(('columns', *header), rows)}\n\n{said}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from onlinesoftmax.lab.bench.heads.cases import POLICY, TRAINING
 from onlinesoftmax.lab.bench.result import CaseResult, Result
 
-from .markdown import NOTHING, size, together, without_time
+from .markdown import cell, size, together
 from .records import Records
 from .tokens import WAYS
 
@@ -35,7 +36,7 @@ def policy_steps_table(records: Records) -> str:
 def decoding_table(records: Records) -> str:
     """Milliseconds of a step of decoding."""
     name = records.first("decoding")
-    return _table(records, name, records.cases(name), DECODING_WAYS, milliseconds)
+    return _table(records, name, records.cases(name), DECODING_WAYS, _milliseconds)
 
 
 def _of_training(records: Records, operation: str) -> str:
@@ -43,48 +44,36 @@ def _of_training(records: Records, operation: str) -> str:
     return _table(records, name, records.cases(name, operation=operation), STEP_WAYS, _speed_and_memory)
 
 
-def _speed_and_memory(found: CaseResult, result: Result) -> str:
-    return together([f"{tokens_per_second(found, result):,.0f}", size(result.extra_bytes)])
+def _speed_and_memory(found: CaseResult, result: Result, us: float) -> str:
+    return together([f"{tokens_per_second(found, us):,.0f}", size(result.extra_bytes)])
 
 
-def tokens_per_second(found: CaseResult, result: Result) -> float:
-    """The speed of a way that has a time."""
-    assert result.us is not None
-    return 1e6 * found.case.rows / result.us
+def _milliseconds(found: CaseResult, result: Result, us: float) -> str:
+    return f"{us / 1e3:.2f}"
 
 
-def milliseconds(_: CaseResult, result: Result) -> str:
-    """The time of a step of a way that has one."""
-    assert result.us is not None
-    return f"{result.us / 1e3:.2f}"
+def tokens_per_second(found: CaseResult, us: float) -> float:
+    """The speed of a way that takes so many microseconds."""
+    return 1e6 * found.case.rows / us
 
 
 def _table(
     records: Records, name: str, found: Sequence[CaseResult], ways: Mapping[str, str],
-    cell: Callable[[CaseResult, Result], str],
+    form: Callable[[CaseResult, Result, float], str],
 ) -> str:  # fmt: skip
     """A row for each case, whose fastest way is bold, and a column for each way that has a time in some case."""
-    results = {who: [each.result(who) for each in found] for who in ways}
-    timed = [who for who, ours in results.items() if any(result and result.times for result in ours)]
+    timed = {result.who for each in found for result in each.results if result.times}
+    timed = [who for who in ways if who in timed]
     rows = []
-    for i, each in enumerate(found):
-        here = [results[who][i] for who in timed]
+    for each in found:
+        here = [each.result(who) for who in timed]
         least = min(result.us for result in here if result and result.us)
-        rows.append([named(each), *(_cell(each, result, cell, least) for result in here)])
+        texts = (cell(result, result and result.us, partial(form, each, result)) for result in here)
+        bold = ("**" if result and result.us == least else "" for result in here)
+        rows.append([named(each), *(f"{mark}{text}{mark}" for mark, text in zip(bold, texts, strict=True))])
     return records.table(("step", *(ways[who] for who in timed)), rows, name)
 
 
 def named(found: CaseResult) -> str:
     """The sizes of a step."""
     return str(found.case).replace("->", "→").replace("x", "\u00a0×\u00a0")
-
-
-def _cell(
-    found: CaseResult, result: Result | None, cell: Callable[[CaseResult, Result], str], least: float
-) -> str:  # fmt: skip
-    if result is None:
-        return NOTHING
-    if not result.times:
-        return without_time(result)
-    text = cell(found, result)
-    return f"**{text}**" if result.us == least else text

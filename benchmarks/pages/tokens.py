@@ -5,7 +5,7 @@ from __future__ import annotations
 from onlinesoftmax.lab.bench.result import CaseResult
 from onlinesoftmax.lab.bench.sampling.cases import TokenCase
 
-from .markdown import NOTHING, microseconds, sizes, without_time
+from .markdown import NOTHING, cell, microseconds, sizes, spread
 from .records import Records
 
 WAYS = {
@@ -53,18 +53,10 @@ def _of_tokens(records: Records, suite: str, axes: str = "rows × tokens") -> st
 def _of_way(found: list[CaseResult], who: str) -> str:
     """The least and the largest time of a way."""
     results = [result for each in found if (result := each.result(who)) is not None]
-    times = [result.us for result in results if result.us is not None]
-    if times:
-        return _range(times)
-    return next((without_time(result) for result in results), NOTHING)
+    if any(result.us is not None for result in results):
+        return spread((result.us for result in results), microseconds)
+    return next((cell(result, None, microseconds) for result in results), NOTHING)
 
 
 def _of_reads(found: list[CaseResult]) -> str:
-    return _range([each.one_read.median_us for each in found if each.one_read is not None])
-
-
-def _range(times: list[float]) -> str:
-    if not times:
-        return NOTHING
-    texts = [microseconds(times[0])] if len(times) == 1 else [microseconds(min(times)), microseconds(max(times))]
-    return "\u00a0to\u00a0".join(dict.fromkeys(texts))
+    return spread((each.one_read and each.one_read.median_us for each in found), microseconds)
