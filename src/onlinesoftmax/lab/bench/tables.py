@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.units import duration
 from .analysis import sentence
@@ -44,11 +44,19 @@ class Table:
     above: list[str]
     below: list[str]
 
-    def without(self, left_out: Collection[str]) -> Table:
-        """The table without these columns."""
-        kept = [i for i, name in enumerate(self.header) if name not in left_out]
-        header, *rows = (tuple(row[i] for i in kept) for row in (self.header, *self.rows))
-        return Table(header, rows, self.numbers, self.above, self.below)
+
+class Kind(NamedTuple):
+    """The table of a kind of measurements.
+
+    Attributes:
+        columns: Function from the results to the columns of numbers.
+        notes: Name of the last column.
+        below: Function (results, record) -> the lines below the table.
+    """
+
+    columns: Callable[[Sequence[CaseResult]], Columns]
+    notes: str
+    below: Callable[[Sequence[CaseResult], Mapping[str, Any]], list[str]]
 
 
 def measures(content: Mapping[str, Any]) -> Measures:
@@ -77,13 +85,12 @@ def read_cases(content: Mapping[str, Any]) -> list[CaseResult]:
 
 
 def table_of(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
-    """The table of the results of a record, with the lines around it."""
-    return KINDS[measures(content)](results, content)
+    """The table of the results of a record, with the lines around it.
 
-
-def _table(results: Sequence[CaseResult], content: Mapping[str, Any], columns: Columns, notes: str) -> Table:
-    """One row per result, skipped case, yardstick and absent library; `notes` is the name of the last column."""
-    rows: list[tuple[str, ...]] = []
+    It has one row per result, skipped case, yardstick and absent library.
+    """
+    kind, rows = KINDS[measures(content)], list[tuple[str, ...]]()
+    columns = kind.columns(results)
     blank = [""] * len(columns)
     for found in results:
         start = (found.case.operation, str(found.case), found.case.dtype)
@@ -96,8 +103,12 @@ def _table(results: Sequence[CaseResult], content: Mapping[str, Any], columns: C
             rows.append((*start, who, *cells, _note(each)))
         rows += [(*start, name, _digits(times.median_us), *blank) for name, times in found.yardsticks.items()]
     rows += [("-", "-", "-", name, *blank, f"absent: {reason}") for name, reason in content["absent"].items()]
-    names = tuple(columns)
-    return Table(("operation", "shape", "dtype", "who", *names, notes), rows, names, above(content), [])
+    header = ("operation", "shape", "dtype", "who", *columns, kind.notes)
+    # The line above names the operation of a table of device times.
+    first = int(measures(content) == "device time" and len({found.case.operation for found in results}) < 2)
+    lines = above(content), kind.below(results, content)
+    numbers = tuple(name for name in columns if name != "caches")
+    return Table(header[first:], [row[first:] for row in rows], numbers, *lines)
 
 
 def _note(result: Result) -> str:
@@ -105,19 +116,14 @@ def _note(result: Result) -> str:
     return word + "; ".join(filter(None, (result.reason, result.analysis)))
 
 
-def _device_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
+def _device_columns(results: Sequence[CaseResult]) -> Columns:
+    """Columns of device times: no memory where no gradient ran on a GPU, and no utilisation on a CPU."""
     each = [(found.case, result) for found in results for result in found.results]
-    left_out = set() if len({found.case.operation for found in results}) > 1 else {"operation"}
-    if not any(case.with_gradient and result.extra_bytes is not None for case, result in each):
-        left_out.add(MEMORY)
-    if not any(result.utilisation is not None for _, result in each):
-        left_out.add(USED)
-    table = _table(results, content, DEVICE_TIME, "analysis").without(left_out)
-    # Old records name suites that are gone.
-    suite = SUITES.get(content["options"].get("suite"))
-    table.below.extend(sentences(results, content) if suite and suite.sentences else [])
-    table.below.extend(below(results, content))
-    return table
+    shown = {
+        MEMORY: any(case.with_gradient and result.extra_bytes is not None for case, result in each),
+        USED: any(result.utilisation is not None for _, result in each),
+    }
+    return {name: cell for name, cell in DEVICE_TIME.items() if shown.get(name, True)}
 
 
 def _against(case_result: CaseResult, result: Result) -> str:
@@ -142,6 +148,10 @@ def above(content: Mapping[str, Any]) -> list[str]:
     load = device.get("load")
     if load is not None and load > BUSY * (os.cpu_count() or 1):
         lines.append(f"The machine is busy (load {load:.1f}): other work slows these times.")
+    if measures(content) == "sharded time":
+        processes = content["processes"]
+        over = f"{processes['backend']} {processes.get('nccl', '')}".strip()
+        lines.append(f"{processes['count']} processes over {over}; each figure is the slowest process's.")
     return lines
 
 
@@ -155,13 +165,16 @@ def sentences(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list
 
 
 def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
-    """The lines below the table: the tensors that a gradient's GB/s count, our layer on a CPU, older host times."""
+    """The lines below device times: sentences, tensors that a gradient's GB/s count, our layer on a CPU, host times."""
     passes = {}
     for case in (found.case for found in results if found.case.declaration.backward or found.case.with_gradient):
         reduction = f" with reduction {case.reduction}" if case.reduction else ""
         passes[f"{case.operation}{reduction}{' with gradient' * case.with_gradient}"] = case.passes
     counts = "tensors, read or written once; those of the copy count 2."
-    lines = [f"GB/s of {kind} count {count} {counts}" for kind, count in passes.items()]
+    # Old records name suites that are gone.
+    suite = SUITES.get(content["options"].get("suite"))
+    lines = sentences(results, content) if suite and suite.sentences else []
+    lines += [f"GB/s of {kind} count {count} {counts}" for kind, count in passes.items()]
     if any(result.flush == "clean" for result in results):
         lines.append("Before a call that only reads, the L2 cache is left without dirty lines.")
     bounds = [result.within_cpu_bound for result in results if result.within_cpu_bound is not None]
@@ -179,22 +192,24 @@ def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str
     return lines
 
 
-def _calls(
-    lines: Callable[[Sequence[Result], str], list[str]], results: Sequence[CaseResult], content: Mapping[str, Any]
-) -> Table:
-    """The table of a suite of calls, with its own lines below."""
+def _call_columns(results: Sequence[CaseResult]) -> Columns:
+    """The state of the caches where it makes a difference, and a column for each kind of call."""
     every = [result for found in results for result in found.results]
-    names = tuple(dict.fromkeys(name for result in every for name in result.calls))
 
     def cell(name: str, _: CaseResult, result: Result) -> str:
         return duration(result.calls[name].median_us) if name in result.calls else ""
 
-    columns: Columns = {"caches": lambda _, result: result.state, **{name: partial(cell, name) for name in names}}
-    found = _table(results, content, columns, "notes")
-    # A column that is empty in every row is left out.
-    empty = {name for i, name in enumerate(found.header) if not any(row[i] for row in found.rows)}
-    below = lines(every, content["device"]["kind"])
-    return replace(found.without(empty - {"who", "notes"}), numbers=names, below=below)
+    caches: Columns = {"caches": lambda _, result: result.state} if any(result.state for result in every) else {}
+    return {**caches, **{name: partial(cell, name) for result in every for name in result.calls}}
+
+
+def _calls(lines: Callable[[Sequence[Result], str], list[str]]) -> Kind:
+    """The table of a suite of calls, with its own lines below."""
+
+    def below(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
+        return lines([result for found in results for result in found.results], content["device"]["kind"])
+
+    return Kind(_call_columns, "notes", below)
 
 
 def host_lines(results: Sequence[Result], device_kind: str) -> list[str]:
@@ -231,22 +246,15 @@ def cold_lines(results: Sequence[Result], device_kind: str) -> list[str]:
     ]
 
 
-def _sharded_time(results: Sequence[CaseResult], content: Mapping[str, Any]) -> Table:
-    table, processes = _table(results, content, SHARDED_TIME, "analysis"), content["processes"]
-    over = f"{processes['backend']} {processes.get('nccl', '')}".strip()
-    table.above.append(f"{processes['count']} processes over {over}; each figure is the slowest process's.")
-    table.below.extend(_below_sharded(results) + _speed_ups(results, content))
-    return table
+def _beside(names: Columns, notes: str, *lines: str) -> Kind:
+    """The table of a suite whose calls are timed beside a yardstick, with these lines below."""
 
+    def columns(results: Sequence[CaseResult]) -> Columns:
+        # The peak of PyTorch's allocator is not known on a CPU.
+        extra = any(result.extra_bytes is not None for found in results for result in found.results)
+        return {name: cell for name, cell in names.items() if extra or name != MEMORY}
 
-def _beside(
-    columns: Columns, notes: str, below: list[str], results: Sequence[CaseResult], content: Mapping[str, Any]
-) -> Table:
-    """The table of a suite whose calls are timed beside a yardstick."""
-    table = _table(results, content, columns, notes)
-    # The peak of PyTorch's allocator is not known on a CPU.
-    extra = any(result.extra_bytes is not None for found in results for result in found.results)
-    return replace(table.without(set() if extra else {MEMORY}), below=below + _speed_ups(results, content))
+    return Kind(columns, notes, lambda results, content: [*lines, *_speed_ups(results, content)])
 
 
 def _shown(number: float | None, form: str) -> str:
@@ -283,10 +291,7 @@ def _columns(*names: str) -> Columns:
 
 
 DEVICE_TIME = _columns("time us", "GB/s", "of copy", USED, "vs torch", MEMORY)
-"""Columns of device times.
-
-The memory is left out where no gradient ran on a GPU, the utilisation on a CPU and in older records.
-"""
+"""Columns of device times."""
 
 SHARDED_TIME = _columns("time us", "host us", "copies", MEMORY, "collectives", "bytes/row", "error")
 """Columns of sharded times."""
@@ -301,8 +306,8 @@ STEP_TIME = _columns("time ms", "tokens/s", "vs torch", MEMORY, "error")
 """Columns of training steps."""
 
 
-def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
-    """A line for each result whose bytes differ from the formula."""
+def _below_sharded(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
+    """A line for each result whose bytes differ from the formula, and the speed-ups."""
     lines = []
     for found in results:
         name = f"{found.case.operation} {found.case}"
@@ -310,7 +315,7 @@ def _below_sharded(results: Sequence[CaseResult]) -> list[str]:
             if result.formula_row_bytes not in (None, result.sent_row_bytes):
                 sent, formula = f"{result.sent_row_bytes:.6g}", result.formula_row_bytes
                 lines.append(f"{name}: {result.who} sends {sent} bytes per row, and the formula says {formula}.")
-    return lines
+    return lines + _speed_ups(results, content)
 
 
 def _speed_ups(results: Sequence[CaseResult], content: Mapping[str, Any]) -> list[str]:
@@ -324,27 +329,31 @@ def _speed_ups(results: Sequence[CaseResult], content: Mapping[str, Any]) -> lis
     return lines
 
 
-KINDS: dict[Measures, Callable[[Sequence[CaseResult], Mapping[str, Any]], Table]] = {
-    "device time": _device_time,
-    "host time": partial(_calls, host_lines),
-    "first calls": partial(_calls, cold_lines),
-    "sharded time": _sharded_time,
-    "head time": partial(_beside, HEAD_TIME, "plan or reason", [
-        "Time of forward and backward over that of three bare products in the same run.",
+KINDS: dict[Measures, Kind] = {
+    "device time": Kind(_device_columns, "analysis", below),
+    "host time": _calls(host_lines),
+    "first calls": _calls(cold_lines),
+    "sharded time": Kind(lambda _: SHARDED_TIME, "analysis", _below_sharded),
+    "head time": _beside(
+        HEAD_TIME, "plan or reason", "Time of forward and backward over that of three bare products in the same run.",
         "Error: norm over rows of the weight's gradient, relative to float64.",
-    ]),
-    "token time": partial(_beside, TOKEN_TIME, "way, what it lacks, or reason", [
+    ),
+    "token time": _beside(
+        TOKEN_TIME, "way, what it lacks, or reason",
         "Time of a call over that of one read of the logits, our logsumexp, in the same run.",
-    ]),
-    "gate time": partial(_beside, TOKEN_TIME, "way or reason", [
+    ),
+    "gate time": _beside(
+        TOKEN_TIME, "way or reason",
         "Time of a call over that of one read of the logits, our logsumexp of long rows, in the same run.",
-    ]),
-    "step time": partial(_beside, STEP_TIME, "reason", [
+    ),
+    "step time": _beside(
+        STEP_TIME, "reason",
         "Memory: beyond the weights and the optimizer's states, so with activations and all gradients.",
         "Error: norm of the error of the head's gradient, relative to float32 logits.",
-    ]),
-    "decoding time": partial(_beside, STEP_TIME, "way, what it lacks, or reason", [
+    ),
+    "decoding time": _beside(
+        STEP_TIME, "way, what it lacks, or reason",
         "A step reads a token of each row, and the keys and values of 1024 tokens.  Memory: of the sampling.",
-    ]),
+    ),
 }  # fmt: skip
-"""The function that makes the table, by the name that a suite and a record have for a kind of measurement."""
+"""The table of each kind, by the name that a suite and a record have for a kind of measurement."""
