@@ -83,13 +83,13 @@ def _state(name: str) -> tuple[bool, str, str]:
     """(True where the kernels of a backend can be called here, its state, the reason)."""
     from ..jax.device import from_jax
     from ..kernels import registry
-    from ..lab import jax_on_torch
+    from ..lab.verify import unavailable
     from ..torch.device import here
 
     if name == "eager":
         return True, "usable", "runs the framework's own operations, on every device"
     has_gpu = here().kind == "cuda"
-    reason = jax_on_torch.unavailable(here().kind) if name == "pallas" else registry.unavailable(name)
+    reason = unavailable(name, here().kind)
     if reason is not None:
         if name == "pallas" or any(registry.module_missing(module, name) for module in MODULES[name]):
             return False, "not usable", reason

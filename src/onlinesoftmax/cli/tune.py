@@ -122,14 +122,15 @@ def _todo(
 
 def _backends(asked: list[str]) -> list[str]:
     """The backends to measure; ends the program where one that is asked for cannot be measured."""
-    from ..lab.bench.tune import BACKENDS, unavailable
+    from ..lab.bench.tune import BACKENDS
+    from ..lab.verify import unavailable
 
     if unknown := [name for name in asked if name not in BACKENDS]:
         output.fail(f"--backend {unknown[0]}: unknown; backends that can be tuned: {', '.join(BACKENDS)}")
     for name in asked or ["cuda"]:
-        if reason := unavailable(name):
+        if reason := unavailable(name, "cuda"):
             output.fail(f"tune needs the {name} backend: {reason}")
-    return list(dict.fromkeys(asked)) or ["cuda", *(() if unavailable("triton") else ("triton",))]
+    return list(dict.fromkeys(asked)) or ["cuda", *(() if unavailable("triton", "cuda") else ("triton",))]
 
 
 class TableFile(NamedTuple):

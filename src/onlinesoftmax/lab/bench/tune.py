@@ -31,15 +31,6 @@ BATCH = 16
 """Shapes that are compiled together, by all cores, before they are measured."""
 
 
-def unavailable(backend: str) -> str | None:
-    """Why a backend cannot be measured here, in one sentence; None where it can."""
-    if backend != "pallas":
-        return registry.unavailable(backend)
-    from .. import jax_on_torch
-
-    return jax_on_torch.unavailable("cuda")
-
-
 def _compile(request: Request, arch: str) -> None:
     """Compile a request's kernels into the cache on disk, in a process of its own."""
     if request.plan.backend == "cuda":
