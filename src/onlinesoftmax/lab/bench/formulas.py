@@ -7,6 +7,7 @@ where a call returns statistics too.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...core.arrays import namespace
@@ -54,7 +55,9 @@ def own(case: Case) -> Function:
         return with_gradient(case, own(case.without_gradient))
     if case.declaration.has_target:
         wide = getattr(torch, case.accumulator)
-        return _loss(case) if case.reduction else lambda x, target: log_probabilities(x.to(wide), target, case.dim)
+        if case.reduction:
+            return partial(torch.nn.functional.cross_entropy, reduction=case.reduction)
+        return lambda x, target: log_probabilities(x.to(wide), target, case.dim)
 
     dim, dtype = case.dim, getattr(torch, case.dtype)
     if is_written_out(case):
@@ -64,13 +67,6 @@ def own(case: Case) -> Function:
         return lambda x: forward(x, dim)
     data = getattr(torch.ops.aten, f"_{case.operation}_data")
     return lambda y, dy: data(dy, y, dim, dtype)
-
-
-def _loss(case: Case) -> Function:
-    from torch.nn import functional
-
-    reduction, cross_entropy = case.reduction, functional.cross_entropy
-    return lambda x, target: cross_entropy(x, target, reduction=reduction)
 
 
 def at_target(log_p: Any, target: Any, dim: int = -1) -> Any:

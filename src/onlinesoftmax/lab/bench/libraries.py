@@ -68,8 +68,8 @@ class FlashAttention(ForGpus):
     operations, matrices_only = ("cross_entropy",), Quack.matrices_only
 
     def forward(self, case: Case) -> Function:
-        """Its module with the reduction of the case."""
-        function: Function = self.named("CrossEntropyLoss")(reduction=case.reduction)
+        """Its module with the reduction of the case, and the process group of sharded columns."""
+        function: Function = self.named("CrossEntropyLoss")(reduction=case.reduction, process_group=self.group)
         return function
 
 
@@ -85,19 +85,14 @@ class TransformerEngine(ForGpus):
     overwrites = ("cross_entropy",)
 
     def forward(self, case: Case) -> Function:
-        """Its public function."""
-        return parallel_cross_entropy(case)
+        """Its public function for a batch of one, on one process or on the process group of sharded columns."""
+        loss, mean, group = self.named("parallel_cross_entropy"), case.reduction == "mean", self.group
 
+        def function(x: Any, target: Any) -> Any:
+            found = loss(x[None], target[None], reduce_loss=mean, dist_process_group=group)
+            return found if mean else found[0]
 
-def parallel_cross_entropy(case: Case, **group: Any) -> Function:
-    """The function of Transformer Engine for a batch of one, on one process or on a group."""
-    loss, mean = importlib.import_module(TransformerEngine.module).parallel_cross_entropy, case.reduction == "mean"
-
-    def function(x: Any, target: Any) -> Any:
-        found = loss(x[None], target[None], reduce_loss=mean, **group)
-        return found if mean else found[0]
-
-    return function
+        return function
 
 
 class Trl(ForGpus):

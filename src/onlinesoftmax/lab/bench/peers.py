@@ -29,6 +29,7 @@ class Peer:
         overwrites: Names of the operations whose call with a gradient overwrites the input.
         operations: Names of the operations that it has; empty for all.
         device_type: "cuda" or "cpu", where the comparison runs.
+        group: The process group of sharded rows; None where one process has all.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Peer:
     flushes, in_torch, ours = 1, True, False
     overwrites: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
+    group: Any = None
 
     def __init__(self, device_type: str) -> None:
         self.device_type = device_type

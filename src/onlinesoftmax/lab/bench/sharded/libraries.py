@@ -39,26 +39,20 @@ class Megatron(ShardedLoss):
 
     def losses(self, case: Case) -> Function:
         """Its public function, for a batch of one."""
-        loss, group = self.named("vocab_parallel_cross_entropy"), self.team.group
+        loss, group = self.named("vocab_parallel_cross_entropy"), self.group
         return lambda x, target: loss(x[:, None], target[:, None], tp_group=group)[:, 0]
 
 
 class TransformerEngine(ShardedLoss, libraries.TransformerEngine):
-    """Transformer Engine's loss, with one all-gather of states."""
+    """Transformer Engine's loss, with one all-gather of states; it has the mean too."""
 
-    def forward(self, case: Case) -> Function:
-        """Its public function, which has the mean too."""
-        return libraries.parallel_cross_entropy(case, dist_process_group=self.team.group)
+    forward = libraries.TransformerEngine.forward
 
 
 class FlashAttention(ShardedLoss, libraries.FlashAttention):
     """flash-attn's loss, with an all-gather of logsumexps and an all-reduce of losses."""
 
-    def forward(self, case: Case) -> Function:
-        """Its module with the group."""
-        module = self.named("CrossEntropyLoss")
-        function: Function = module(reduction=case.reduction, process_group=self.team.group)
-        return function
+    forward = libraries.FlashAttention.forward
 
 
 class Liger(ShardedLoss):
@@ -69,7 +63,7 @@ class Liger(ShardedLoss):
     def losses(self, case: Case) -> Function:
         """The autograd function that its modules call: with no label smoothing, its kind does not matter."""
         function: Any = self.named("LigerVocabParallelCEFunction")
-        apply, group = function.apply, self.team.group
+        apply, group = function.apply, self.group
         return lambda x, target: apply(x[:, None], target[:, None], group, -100, 0.0, "pytorch", "global")[:, 0]
 
 

@@ -99,7 +99,7 @@ class InTeam(Peer):
 
     def __init__(self, team: Team) -> None:
         super().__init__(team.device.type)
-        self.team = team
+        self.team, self.group = team, team.group
 
 
 FEWEST, MOST = 7, 300
