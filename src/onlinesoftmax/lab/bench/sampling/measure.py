@@ -12,8 +12,6 @@ from typing import Any
 import torch
 
 from .... import sample, verify
-from ....sampling.eager import FUNCTIONS
-from ....sampling.formulas import gumbel
 from ..measure import Begun, beside_one_read, judged
 from ..peers import Peer
 from ..result import Result
@@ -141,28 +139,21 @@ def _wrong_sample(case: TokenCase, z: Any, order: Any, found: Any, seed: Any) ->
         return f"{bad} of {len(z)} tokens are not kept", torch.inf
     if seed is None:
         return None, 0.0
-    greedy = case.arguments.get("temperature") == 0
-    if not greedy:
-        # The number of kept tokens says where the threshold is.
+    given = case.arguments
+    if given.get("temperature") != 0:
         fewest = (z >= threshold_of(case, order, -MASS_ERROR)).sum(1)
         if bad := int(((found.kept < fewest) | (found.kept > (z >= least).sum(1))).sum()):
             return f"{bad} of {len(z)} rows keep another number of tokens", torch.inf
-        least = order.gather(1, found.kept.unsqueeze(1) - 1)
-    elif bad := int((found.kept != 1).sum()):
-        return f"{bad} of {len(z)} greedy rows keep another number of tokens than 1", torch.inf
-    kept = z >= least
-    keys = (
-        z if greedy else z + gumbel(FUNCTIONS, seed[:, None], torch.zeros_like(seed)[:, None], z.shape[1])
-    ).masked_fill(~kept, -torch.inf)
-    columns = torch.arange(z.shape[1], device=z.device)
-    exact = columns.where(keys == keys.amax(1, keepdim=True), z.shape[1]).amin(1)
-    if bad := int(((token != exact) | (not greedy and found.kept != kept.sum(1))).sum()):
+        # The number of kept tokens says where the threshold is.
+        given = {"top_k": found.kept, "top_logprobs": case.top}
+    # No kernel takes float64, so these are our formulas in PyTorch's operations.
+    exact = sample(z, seed=seed, **given)
+    if bad := int(((token != exact.token) | (found.kept != exact.kept)).sum()):
         return f"{bad} of {len(z)} rows have another token, or keep some of equal scores", torch.inf
-    lse = own if greedy else z.masked_fill(~kept, -torch.inf).logsumexp(1, keepdim=True)
-    top = order[:, : case.top]
-    exact = torch.cat([own, top.masked_fill(top < least, -torch.inf)], 1) - lse
-    logprobs = [found.logprob.unsqueeze(1), *([found.top_logprobs] if case.top else [])]
-    return _off(torch.cat(logprobs, 1), exact, own)
+    pairs = [(found.logprob.unsqueeze(1), exact.logprob.unsqueeze(1))]
+    pairs += [(found.top_logprobs, exact.top_logprobs)] if case.top else []
+    mine, right = (torch.cat(parts, 1) for parts in zip(*pairs, strict=True))
+    return _off(mine, right, own)
 
 
 def wrong_drafts(
