@@ -151,6 +151,7 @@ FRAMEWORKS: dict[str, set[str]] = {
     "lab.bench.sampling.measure": {"torch"},
     "lab.bench.sampling.decoding": {"torch"},
     "lab.bench.sharded": {"torch"},
+    "lab.bench.tune": {"torch"},
     "lab.bench.sharded.*": {"torch"},
     "lab.warm": {"torch"},
     "cli.*": {"typer", "rich"},

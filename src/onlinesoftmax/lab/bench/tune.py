@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
+
+import torch
 
 from ...core.device import Device
 from ...core.problem import Problem
@@ -39,8 +41,6 @@ def _compile(request: Request, arch: str) -> None:
 
         cubin(source(request), arch)
         return
-    import torch
-
     sizes = (request.task.rows, request.task.cols)
     x = torch.empty(sizes, dtype=getattr(torch, request.task.dtypes["x"]), device="cuda")
     first, more = operand_tensors(request, [x] * request.operation.inputs, x)
@@ -58,8 +58,6 @@ def operand_tensors(request: Request, inputs: Sequence[Any], y: Any) -> tuple[An
         inputs: A tensor for each of the operation's `element_operands`, the input first.
         y: The output with a value per element.
     """
-    import torch
-
     x, elements = inputs[0], iter(inputs[1:])
     found: dict[str, Any] = {}
     for operand in request.operation.operands[1:]:
@@ -132,9 +130,6 @@ class Tuner:
     """
 
     def __init__(self, device: Any, largest: int) -> None:
-        import torch
-
-        self._torch = torch
         clock = CudaClock(device)
         self._clocks = {"cuda": clock, "triton": clock}
         self._device = device
@@ -200,12 +195,12 @@ class Tuner:
 
     def _tensors(self, shape: Shape) -> list[Any]:
         """The output with a value per element, then the inputs, each in a buffer of its own."""
-        dtype = getattr(self._torch, shape.dtype)
+        dtype = getattr(torch, shape.dtype)
         count, tensors = shape.rows * shape.cols, 1 + OPERATIONS[shape.operation].inputs
         while len(self._buffers) < tensors:
-            self._buffers.append(self._torch.randn(self._largest // ITEMSIZE["float32"], device=self._device))
+            self._buffers.append(torch.randn(self._largest // ITEMSIZE["float32"], device=self._device))
         found = [t.view(dtype)[:count].view(shape.rows, shape.cols) for t in self._buffers[:tensors]]
-        if dtype != self._torch.float32:
+        if dtype != torch.float32:
             # Bits of float32 numbers would be large and small in turns.
             for t in found[1:]:
                 t.normal_()
@@ -242,17 +237,10 @@ def _in_jax(option: Request, tensors: list[Any]) -> Callable[[], Any]:
     return lambda: on_tensors(*tensors)
 
 
-class Progress(NamedTuple):
-    """A table in the making, and the reasons of proposals that were refused (`Tuner.refused`)."""
-
-    table: Table
-    refused: dict[tuple[str, str, str], str]
-
-
 def tune(
     device: Any, machine: Device, left: list[tuple[Shape, list[str]]], begun: Table, minutes: float | None = None
-) -> Iterator[Progress]:
-    """The table after every shape.
+) -> Iterator[tuple[Table, dict[tuple[str, str, str], str]]]:
+    """The table after every shape, and the reasons of proposals that were refused (`Tuner.refused`).
 
     Args:
         device: A torch device with CUDA.
@@ -285,7 +273,7 @@ def tune(
                 if perf_counter() >= end:
                     return
                 table = table.with_cell(*tuner.cell(shape, options))
-                yield Progress(table, tuner.refused)
+                yield table, tuner.refused
     finally:
         compiler.close()
 
