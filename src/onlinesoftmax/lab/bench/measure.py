@@ -21,7 +21,7 @@ from .formulas import Function
 from .inputs import lacks_memory, make_inputs, out_of_memory
 from .peers import Ours, Peer, first_line, reasons_of
 from .result import CaseResult, Result
-from .timing import Against, Call, Clock, Flush, Times, clock_for
+from .timing import Against, Call, Clock, CpuClock, CudaClock, Flush, Times
 
 Check = Callable[[Peer], tuple[Result, Call | None]]
 """From a library to its result without times, and the call to time if the result is right."""
@@ -52,8 +52,8 @@ Begin = Callable[[Any, Any], Begun]
 
 
 def clock_of(everybody: Sequence[Peer], device: Any) -> Clock:
-    """The clock of a torch device that hides the host time of the slowest of these libraries."""
-    return clock_for(device, max(peer.flushes for peer in everybody))
+    """The clock of a torch device, with so many flushes of the L2 cache that the host time of no library shows."""
+    return CudaClock(device, max(peer.flushes for peer in everybody)) if device.type == "cuda" else CpuClock()
 
 
 def run(
@@ -147,7 +147,7 @@ def check_each(
         except Exception as error:  # whatever another library raises is its refusal, not our crash
             result, call = refusal(peer, None, error), None
         results.append(agreed(result))
-        if call and results[-1].status == "ok":
+        if call is not None and results[-1].status == "ok":
             calls[peer.name] = call
     return results, calls
 

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ...planner.plan import PlanError
 from . import formulas
@@ -29,6 +29,7 @@ class Peer:
         overwrites: Names of the operations whose call with a gradient overwrites the input.
         operations: Names of the operations that it has; empty for all.
         device_type: "cuda" or "cpu", where the comparison runs.
+        lacks: Note for tables: what it does not return.
         group: The process group of sharded rows; None where one process has all.
     """
 
@@ -38,6 +39,7 @@ class Peer:
     flushes, in_torch, ours = 1, True, False
     overwrites: tuple[str, ...] = ()
     operations: tuple[str, ...] = ()
+    lacks: ClassVar[Any] = ""
     group: Any = None
 
     def __init__(self, device_type: str) -> None:
@@ -93,7 +95,7 @@ class Peer:
 
     def note(self, case: Any, x: Any, *more: Any) -> str:
         """A note for tables about a case with these tensors: the way of the call, or what it does not return."""
-        return ""
+        return str(self.lacks)
 
     def prepare_out(self, case: Case) -> Function | None:
         """The function of the input and of a tensor that gets the result; None where the library has none."""

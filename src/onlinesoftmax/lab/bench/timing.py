@@ -292,11 +292,6 @@ class CudaClock:
 Clock = CpuClock | CudaClock
 
 
-def clock_for(device: Any, flushes: int) -> Clock:
-    """The clock of a torch device; more flushes of the L2 cache hide more host time."""
-    return CudaClock(device, flushes) if device.type == "cuda" else CpuClock()
-
-
 def _median_us(clock: Clock, call: Call) -> float:
     return Times.of(clock.measure({"": call}, 10)[""]).median_us
 

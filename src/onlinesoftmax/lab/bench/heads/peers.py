@@ -48,25 +48,24 @@ class OursHead(Peer):
         """Everything but the sums of `acc_dtype`, which only chunks of tokens have."""
         return f"{case.operation} has no acc_dtype" if self.acc_dtype and case.operation == LOGPROBS else None
 
-    def forward(self, case: HeadCase) -> Function:
-        """The public function."""
+    def given(self, case: HeadCase) -> dict[str, Any]:
+        """The arguments of a call; users leave out those that have their default value."""
         import torch
 
+        # In dtypes wider than `acc_dtype`, the sum is the gradient itself.
+        acc_dtype = getattr(torch, self.acc_dtype) if self.acc_dtype and case.dtype == self.acc_dtype else None
+        asked = {"memory": self.memory(case), "acc_dtype": acc_dtype}
+        return {name: value for name, value in asked.items() if value is not None}
+
+    def forward(self, case: HeadCase) -> Function:
+        """The public function."""
         import onlinesoftmax
 
-        given: dict[str, Any] = {}
-        if (memory := self.memory(case)) is not None:
-            given["memory"] = memory
-        if self.acc_dtype is not None:
-            # In wider dtypes the sum is the gradient itself.
-            given["acc_dtype"] = getattr(torch, self.acc_dtype) if case.dtype == self.acc_dtype else None
-        return public_head(case, onlinesoftmax, given)
+        return public_head(case, onlinesoftmax, self.given(case))
 
     def note(self, case: HeadCase, x: Any, weight: Any = None, *more: Any) -> str:
         """The plan of the call in one line, with its forecast."""
-        acc_dtype = self.acc_dtype if case.dtype == self.acc_dtype else None
-        asked: dict[str, Any] = {"operation": case.operation, "memory": self.memory(case), "acc_dtype": acc_dtype}
-        found = explain(x, linear_weight=weight, **asked)
+        found = explain(x, linear_weight=weight, operation=case.operation, **self.given(case))
         plan, time = found.plan, f"; forecast {found.forecast}" if found.forecast else ""
         return f"{plan.name}, {plan.cut}, {plan.counted}, {size(plan.bytes)}{time}"
 

@@ -21,16 +21,7 @@ class Gate(Peer):
     """A way to route; its function of the logits and the bias returns (weights, experts, counts).
 
     With a gradient, the weights are replaced by the gradient of the logits.
-
-    Attributes:
-        lacks: Note for tables: what it does not return.
     """
-
-    lacks = ""
-
-    def note(self, case: RouteCase, x: Any, *more: Any) -> str:
-        """A note for tables: what it does not return."""
-        return self.lacks
 
     def rounding(self, case: RouteCase, x: Any) -> float:
         """Relative error that its scores and weights may have beyond float32 roundings."""
