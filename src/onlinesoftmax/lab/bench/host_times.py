@@ -46,18 +46,18 @@ def _together(
     cases: Sequence[Case], everybody: Sequence[Peer], device: Any, repeat_ms: float, clock: Clock
 ) -> Iterator[CaseResult]:
     """The results of cases whose calls are interleaved."""
-    lacking = [lacks_memory(replace(case, with_gradient=True), device) for case in cases]
-    prepared = [
-        [] if reason else _prepared(case, everybody, device) for case, reason in zip(cases, lacking, strict=True)
-    ]
+    prepared = []
+    for case in cases:
+        reason = lacks_memory(replace(case, with_gradient=True), device)
+        prepared.append((case, reason, [] if reason else _prepared(case, everybody, device)))
     every = {
-        f"{case} {place} {name}": call
-        for case, found in enumerate(prepared)
-        for place, (_, calls) in enumerate(found)
+        f"{place} {i} {name}": call
+        for place, (_, _, found) in enumerate(prepared)
+        for i, (_, calls) in enumerate(found)
         for name, call in calls.items()
     }
     samples = clock.host_us(every, repeat_ms) if every else {}
-    for place, (case, reason, found) in enumerate(zip(cases, lacking, prepared, strict=True)):
+    for place, (case, reason, found) in enumerate(prepared):
         timed = [
             replace(result, calls={name: Times.of(samples[f"{place} {i} {name}"]) for name in calls})
             for i, (result, calls) in enumerate(found)

@@ -166,9 +166,10 @@ class OursSharded(Member):
 
     Attributes:
         exchange: The argument of this name; None where our functions choose.
+        told: True where the functions are told where the columns are.
     """
 
-    name, ours = "ours", True
+    name, ours, told = "ours", True, True
 
     exchange: str | None = None
 
@@ -179,11 +180,8 @@ class OursSharded(Member):
 
     def forward(self, case: Case) -> Function:
         """Our function with the arguments that are forced, and those that it is told."""
-        return public_function(case, distributed, {"group": self.team.group, **self._told(case), **self._forced})
-
-    def _told(self, case: Case) -> dict[str, Any]:
-        """The arguments that tell where the columns of the process are."""
-        return {"shards": self.team.shards(case)}
+        told = {"shards": self.team.shards(case)} if self.told else {}
+        return public_function(case, distributed, {"group": self.group, **told, **self._forced})
 
 
 class OursByCollective(OursSharded):
@@ -195,10 +193,7 @@ class OursByCollective(OursSharded):
 class OursUntold(OursSharded):
     """The same functions without `shards=`: every call compares the calls of the processes."""
 
-    name = "without-shards"
-
-    def _told(self, case: Case) -> dict[str, Any]:
-        return {}
+    name, told = "without-shards", False
 
 
 class OursWhole(Member):
@@ -252,11 +247,7 @@ class OursOnDTensors(_OfDTensors):
 class LossParallel(_OfDTensors):
     """PyTorch's `loss_parallel`, around forward and backward of its own cross-entropy."""
 
-    name = "loss-parallel"
-
-    def supports(self, case: Case) -> str | None:
-        """It has cross-entropy alone."""
-        return None if case.reduction else f"has no {case.operation}"
+    name, operations = "loss-parallel", ("cross_entropy",)
 
     def prepare(self, case: Case) -> Function:
         """PyTorch's function under its context manager."""
