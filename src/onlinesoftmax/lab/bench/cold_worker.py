@@ -65,14 +65,14 @@ def _calls(work: bytes, device: Any, times: dict[str, float]) -> dict[str, Any]:
     import torch
 
     from onlinesoftmax.lab.bench.check import Reference
-    from onlinesoftmax.lab.bench.inputs import make_inputs
+    from onlinesoftmax.lab.bench.inputs import make_inputs, rounded
     from onlinesoftmax.lab.bench.measure import Judge
     from onlinesoftmax.lab.bench.peers import first_line
 
     peer, ours, cases = pickle.loads(work)
     function, first, notes = None, None, dict[str, str]()
     for name, case in cases.items():
-        inputs = peer.takes(case, make_inputs(case, device))
+        inputs = make_inputs(case, device) if peer.ours else rounded(case, make_inputs(case, device))
         arguments = peer.arguments(case, inputs)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -18,7 +18,7 @@ from .cases import STATISTICS, Case, Inputs
 from .check import Reference, Verdict, poison
 from .entries import Measures
 from .formulas import Function
-from .inputs import lacks_memory, make_inputs, out_of_memory
+from .inputs import lacks_memory, make_inputs, out_of_memory, rounded
 from .peers import Ours, Peer, first_line, reasons_of
 from .result import CaseResult, Result
 from .timing import Against, Call, Clock, CpuClock, CudaClock, Flush, Times
@@ -199,8 +199,9 @@ def _begin(ours: Ours, clock_kind: str, overhead_us: float, case: Case, device: 
 
 def check_of_rows(case: Case, inputs: Inputs, ours: Ours) -> Check:
     """The check of a case of rows against float64; the framework's own errors are those of `ours`."""
-    # Others take saved outputs as PyTorch rounds them, and are judged by the exact result of these.
-    theirs, for_ours, for_others = Peer.takes(ours, case, inputs), list[Judge](), list[Judge]()
+    # Ours keeps per-row outputs in the accumulator's dtype.  Others take saved outputs as PyTorch rounds them, and are
+    # judged by the exact result of these.
+    theirs, for_ours, for_others = rounded(case, inputs), list[Judge](), list[Judge]()
     same = all(a is b for a, b in zip(inputs, theirs, strict=True))
     # The case itself comes last: its function is the one that is timed.
     for each in (*case.also_checked, case):

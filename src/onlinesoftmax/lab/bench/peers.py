@@ -53,12 +53,6 @@ class Peer:
         """The reason why the case is not given to the library; None when it is.  The library may still raise."""
         return f"has no {case.operation}" if self.operations and case.operation not in self.operations else None
 
-    def takes(self, case: Case, inputs: Inputs) -> Inputs:
-        """The tensors as the library takes them.  PyTorch, and others like it, keep results as they rounded them."""
-        from .inputs import rounded
-
-        return rounded(case, inputs)
-
     def arguments(self, case: Case, inputs: Inputs) -> Inputs:
         """The tensors of a call: with a gradient the first requires one, and is a copy where the call overwrites it."""
         if not case.with_gradient:
@@ -116,10 +110,6 @@ class Ours(Peer):
         if case.declaration.backward and self.device_type == "cpu" and self.backend != "triton":
             return "on a CPU PyTorch's own backward runs"
         return None
-
-    def takes(self, case: Case, inputs: Inputs) -> Inputs:
-        """The tensors as they are: ours keeps per-row outputs in the accumulator's dtype."""
-        return inputs
 
     def copy(self, x: Any, calls: int = 1) -> Function:
         """The function of a tensor with which the framework makes so many copies, one after the other."""
