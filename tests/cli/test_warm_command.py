@@ -55,6 +55,21 @@ def test_each_kernel_has_a_name_and_calls_that_share_one_say_so(
     assert shared[name] == "shares that of token_logprobs of 4 x 64 float32"
 
 
+def test_a_kernel_that_shares_one_that_failed_has_failed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    from onlinesoftmax.lab import warm
+
+    def refuse(*_: object) -> str:
+        raise RuntimeError("the compiler is missing")
+
+    monkeypatch.setattr(warm, "compile_program", refuse)
+    command = "warm 4x64 5x64 --op sample --dtype float32 --device h100 --json"
+    result = run(*command.split())
+    kernels = json.loads(result.stdout)["kernels"]
+    assert result.exit_code == 1
+    assert any(each["result"].startswith("shares that of") for each in kernels)
+    assert all(each["failed"] for each in kernels)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -63,9 +78,9 @@ def test_each_kernel_has_a_name_and_calls_that_share_one_say_so(
         ("4x5 --op sotfmax --device h100", "--op: unknown operation 'sotfmax'; there are: softmax, "),
         ("4x5 --op sample --dtype float64 --device h100", "sample: kernels read float32"),
         ("4x5 --dim 2 --device h100", "Dimension out of range"),
-        ("4x5 --op sample --with-gradient --device h100", "--with-gradient: sample takes none; softmax, "),
-        ("4x5 --reduction sum --device h100", "--reduction: softmax takes none; cross_entropy would"),
-        ("4x5 --op sample --op cross_entropy --dim 0 --device h100", "--dim: sample, cross_entropy takes none; "),
+        ("4x5 --op sample --with-gradient --device h100", "--with-gradient: of no use to sample, but to softmax, "),
+        ("4x5 --reduction sum --device h100", "--reduction: of no use to softmax, but to cross_entropy"),
+        ("4x5 --op sample --op cross_entropy --dim 0 --device h100", "--dim: of no use to sample, cross_entropy, "),
     ],
 )
 def test_what_cannot_be_warmed(arguments: str, words: str) -> None:

@@ -97,6 +97,7 @@ def test_a_number_that_filters_nothing_is_no_filter() -> None:
         (ValueError, "top_p must be at least 0, got -0.1", {"top_p": -0.1}),
         (ValueError, "top_logprobs must be from 0 to the 128256 tokens", {"top_logprobs": -1}),
         (TypeError, "top_k must be an int", {"top_k": 1.5}),
+        (TypeError, "top_k must be an int or Tensor, as logits is, not list", {"top_k": [50, 40]}),
     ],
 )
 def test_mistakes_are_named(error: type[Exception], words: str, given: dict[str, Any]) -> None:

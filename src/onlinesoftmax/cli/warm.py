@@ -66,8 +66,8 @@ def warm(
     if machine.kind != "cuda":
         output.fail("warm compiles for an NVIDIA GPU; name the one that the image will run on, as in --device h100")
     _check_use(op, {"--with-gradient": with_gradient, "--reduction": reduction is not None, "--dim": dim is not None})
-    numbers = -1 if dim is None else dim, with_gradient, reduction or "mean"
-    asked = [Asked(*each, *numbers) for each in product(op, shapes, dtype)]
+    rest = -1 if dim is None else dim, with_gradient, reduction or "mean"
+    asked = [Asked(*each, *rest) for each in product(op, shapes, dtype)]
     _compile(asked, machine, as_json)
 
 
@@ -77,7 +77,7 @@ def _check_use(functions: list[str], given: dict[str, bool]) -> None:
     others = [name for name in FORWARD if name not in losses]
     for option, takers in {"--with-gradient": FORWARD, "--reduction": losses, "--dim": others}.items():
         if given[option] and not set(takers) & set(functions):
-            output.fail(f"{option}: {', '.join(functions)} takes none; {', '.join(takers)} would")
+            output.fail(f"{option}: of no use to {', '.join(functions)}, but to {', '.join(takers)}")
 
 
 def _compile(asked: list[Asked], machine: Device, as_json: bool) -> None:
@@ -92,12 +92,16 @@ def _compile(asked: list[Asked], machine: Device, as_json: bool) -> None:
         every = {(program.name, program.source): program for program in made}.values()
     found: list[dict[str, Any]] = []
     # The first of the calls that share a kernel compiles it.
-    first: dict[str, str] = {}
+    first: dict[str, dict[str, Any]] = {}
     with output.progress_of("compiling") as show:
         for done, program in enumerate(every, 1):
-            owner = first.setdefault(program.source or program.name, program.name)
-            shared = {"result": f"shares that of {owner.partition(' on ')[0]}", "failed": False}
-            found.append({"kernel": program.name, **(shared if owner != program.name else _compiled(program, machine))})
+            kernel, key = {"kernel": program.name}, program.source or program.name
+            if owner := first.get(key):
+                shared = f"shares that of {owner['kernel'].partition(' on ')[0]}"
+                found.append({**kernel, "result": shared, "failed": owner["failed"]})
+            else:
+                first[key] = kernel | _compiled(program, machine)
+                found.append(first[key])
             if show is not None:
                 show(done, len(every))
     if as_json:

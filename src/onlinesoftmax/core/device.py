@@ -1,6 +1,6 @@
 """Descriptions of machines for the planner: a table of known devices, and a generic device by compute capability.
 
-This module asks no hardware and imports no framework. `torch.device` and `jax.device` describe the device that a
+This module queries no hardware and imports no framework.  torch/device.py and jax/device.py describe the device that a
 framework sees.
 """
 
@@ -51,7 +51,7 @@ class Device:
         """About how many clusters, groups of `blocks` blocks, run at once with `resident` blocks on a multiprocessor.
 
         A cluster lies in one part of the GPU, and the parts differ in size, so some multiprocessors are left over.  An
-        H100 of 132 multiprocessors had places for 30 clusters of 4 (120 of 132), and another H100 may have fewer.
+        H100 and an H200 of 132 multiprocessors ran 30 clusters of 4.  This gives 29, as others may run fewer.
         """
         usable = 1 if blocks <= 2 else 0.9
         return max(int(usable * self.multiprocessors * resident) // blocks, 1)

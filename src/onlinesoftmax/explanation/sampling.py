@@ -36,7 +36,8 @@ class Asked(NamedTuple):
         rows, tokens: Sizes of the logits.
         dtype: Name of their dtype.
         framework: "torch" or "jax".
-        adjacent: True where a kernel reads the logits in place: those of a row are adjacent in memory.
+        adjacent: True if no copy is counted: the logits of a row are adjacent in memory, and one stride leads from row
+            to row.  Always True for JAX, whose arrays have no strides.
         filters: Names of the filters that are given.
         top: Number of the largest log-probabilities that are returned.
         listed: As Parameters.listed.
@@ -131,7 +132,7 @@ def described_sample(x: Any, dim: int, dtype: Any, asked: dict[str, Any], option
     x = x if torch.is_tensor(x) else shape
     bias, mask = (without_data(options[name], its) for name, its in (("bias", like.dtype), ("mask", "bool")))
     logits = arguments.checked_logits(SAMPLE, without_data(x, like.dtype), dim, 1.0, options["softcap"], bias, mask)
-    k, p, least = (without_data(asked[name], like.dtype) for name in FILTERS)
+    k, p, least = (without_data(asked[name]) for name in FILTERS)
     parameters = arguments.checked_parameters(logits, 1.0, k, p, least, "keep")
     given = tuple(name for name in FILTERS if getattr(parameters, name) is not None)
     top = arguments.checked_count(logits, "top_logprobs", asked["top_logprobs"], 0)
@@ -148,17 +149,17 @@ def is_in_rows(x: Any) -> bool:
         return False
 
 
-def without_data(t: Any, dtype: str) -> Any:
-    """A tensor, or one of a shape and this dtype, without its data; another value as it is."""
+def without_data(t: Any, dtype: str = "") -> Any:
+    """A tensor without its data, or, with a dtype, one of a shape; another value as it is."""
     import torch
 
-    if isinstance(t, (tuple, list)):
+    if dtype and isinstance(t, (tuple, list)):
         return torch.empty(sizes_of("bias or mask", t), dtype=getattr(torch, dtype), device="meta")
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") if torch.is_tensor(t) else t
 
 
 def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
-    """The same for arrays of JAX."""
+    """As `described_sample`, for arrays of JAX."""
     with registry.needing("jax", "sampling"):
         import jax
 

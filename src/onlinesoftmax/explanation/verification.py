@@ -148,7 +148,7 @@ def described_verify(x: Any, dtype: Any, asked: dict[str, Any]) -> Drafts:
     *rows, places = logits.rows or (0,)
     drafts = torch.empty((*rows, max(places - 1, 0)), dtype=torch.int64, device="meta")
     of_drafts = arguments.checked_drafts(logits, drafts, None)
-    k, p, least = (without_data(asked[name], like.dtype) for name in FILTERS)
+    k, p, least = (without_data(asked[name]) for name in FILTERS)
     parameters = arguments.checked_parameters(of_drafts, 1.0, k, p, least, "keep")
     adjacent = is_in_rows(x)
     return _drafts((tuple(rows), places - 1, logits.tokens), like.dtype, "torch", adjacent, parameters, asked)

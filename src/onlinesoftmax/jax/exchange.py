@@ -81,7 +81,7 @@ def whole_target(target: Array, cols: int, names: Names) -> Array:
 
 
 def column_of(target: Array, cols: int) -> Array:
-    """Targets as columns of 32 bits; -1 for one that is no column."""
+    """Targets as indices of columns, int32; -1 for one that is no column."""
     wide = signed(target)
     return jnp.where((wide >= 0) & (wide < cols), wide, -1).astype(jnp.int32)
 

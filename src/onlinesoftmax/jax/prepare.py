@@ -97,7 +97,7 @@ def is_complex(x: Array) -> bool:
 
 
 def rows_of(name: str, x: Array, axis: Axis, options: ScoreOptions, axis_name: Any = None) -> Rows:
-    """The rows of the result of `checked_input` for an operation; every other argument is checked."""
+    """The rows of x, which `checked_input` has checked; the other arguments are checked here."""
     names = checked_names(name, axis_name)
     axes = axes_of(name, axis, x.ndim)
     # A target is an index into the row, so there the order of the axes is the caller's.
@@ -131,7 +131,7 @@ def checked_input(name: str, x: Any, argument: str = "") -> Array:
 
 
 def check_no_list(name: str, argument: str, value: Any) -> None:
-    """Raise an error for a value that is neither an array nor a number."""
+    """Raise an error for a list, a tuple, a string and None."""
     if isinstance(value, (list, tuple, str)) or value is None:
         raise TypeError(f"{name}: {argument} must be an array, not {type(value).__name__}")
 
@@ -185,7 +185,7 @@ def as_array(name: str, argument: str, value: Any) -> Array:
     if array_kind(value) == "torch":
         # JAX would not compute its gradient.
         raise TypeError(f"{name}: {argument} is a torch tensor: call onlinesoftmax.{name}")
-    # A number that fits no dtype is an OverflowError, and a dtype has no shape.
+    # A number that fits no dtype is an OverflowError.  A class, such as jnp.float32, is no array.
     with suppress(TypeError, ValueError, OverflowError):
         if np.ndim(value) or not isinstance(value, type):
             return jnp.asarray(value)
@@ -193,9 +193,10 @@ def as_array(name: str, argument: str, value: Any) -> Array:
 
 
 def as_labels(name: str, argument: str, value: Any) -> Array:
-    """`as_array`, which leaves 64-bit integers of NumPy and Python as they are: JAX would take them modulo 2^32.
+    """As `as_array`, but integers of 64 bits stay arrays of NumPy: JAX would take them modulo 2^32.
 
-    `column_of` and `whole_target` compare them with the number of columns, and return arrays of JAX.
+    `column_of` and `whole_target` compare them with the number of columns, and return arrays of JAX.  An int of Python
+    that int64 does not hold becomes the nearest one that it holds: neither is a column.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         value = np.asarray(min(max(value, -LARGEST_INT64), LARGEST_INT64))

@@ -1,6 +1,7 @@
-"""The price of a proposal: bytes moved, the floor, and an estimate of its time where none was measured.
+"""The price of a proposal: bytes moved, the floor, and its expected time.
 
-The estimate is bytes over bandwidth, corrected by the part of the bandwidth that the blocks can use, plus launches.
+The expected time is a forecast from a table of measured times (fastest.py), or an estimate where there is no table:
+bytes over bandwidth, corrected by the part of the bandwidth that the blocks can use, plus launches.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ class Plan(Proposal):
     Attributes:
         device: Name of the device it was made for.
         bytes_moved: Bytes through device memory.
-        floor_us: Least microseconds that the device allows: each byte once, at its copy bandwidth.
-        estimate_us: Microseconds that the plan is expected to take, at least floor_us and at least the launch time.
+        floor_us: Microseconds in which device memory moves each byte once, at the bandwidth of a copy.
+        estimate_us: Expected microseconds: the forecast or the estimate, at least floor_us and the launch time.
         rank_us: The forecast or estimate in microseconds, before it is raised to the floor and to the launch time.
-            Plans are compared by rank_us: several plans for a small input can have the same estimate_us, because
-            measured times are below the floor if the output stays in L2.
+            Plans are compared by rank_us: several plans for a small input can have the same estimate_us, because a
+            call whose output stays in L2 takes less time than the floor.
         measured_on: Name of the device, which may be another one, whose times of the same variant at similar shapes
-            give rank_us; empty where rank_us is an estimate, or a limit that the measured variants set.
-        cells: Names of the measured shapes from which rank_us follows; empty where measured_on is.
+            give rank_us; empty if rank_us is an estimate, or is limited by the times of other variants.
+        cells: Names of the measured shapes from which rank_us follows; empty if measured_on is empty.
     """
 
     device: str = ""
@@ -91,7 +92,7 @@ def estimated_us(proposal: Proposal, problem: Problem, device: Device) -> float:
 
 
 def _rounds(proposal: Proposal, problem: Problem, device: Device) -> float:
-    """Number of rounds in which the rows run, where as many rows run at a time as the device holds."""
+    """Number of rounds in which the rows run: all rows, divided by those that the device holds at a time."""
     if device.kind != "cuda" or proposal.backend == "eager":
         # The blocks of the framework's kernels are not known.
         return 0.0
@@ -115,7 +116,7 @@ def _programs_at_once(proposal: Proposal, device: Device) -> int:
 def _width(proposal: Proposal, problem: Problem) -> float:
     """Part of the bandwidth that a proposal reaches with loads of its width."""
     if proposal.vector > 1 or proposal.kernel:
-        # The kernels that a strategy has beside its first one copy 16 bytes at a time, wherever rows begin.
+        # A kernel that a strategy has besides its first one copies 16 bytes at a time, wherever rows begin.
         return 1.0
     if problem.contiguous:
         return narrow(problem.aligned_bytes)
@@ -164,7 +165,7 @@ def _fill(proposal: Proposal, problem: Problem, device: Device) -> float:
     columns = max(proposal.block, 1)
     in_flight = 1.0 * programs * proposal.rows_per_program * columns * problem.itemsize * problem.inputs
     if proposal.by_estimate:
-        # This estimate is compared with measured times, so it counts the stores, for which no block waits.
+        # Stores are in flight too.  Only here do they count: this estimate is compared with measured times.
         in_flight *= 1 + problem.write_bytes / max(problem.read_bytes, 1)
     return min(1.0, in_flight / (device.bandwidth * 1e3 * LATENCY_US))
 
@@ -229,9 +230,9 @@ def stretch(proposal: Proposal, problem: Problem, device: Device) -> float:
 def _rows_at_once(proposal: Proposal, device: Device) -> float:
     """Number of rows that the device holds at a time.
 
-    The places of a cluster count where its blocks are alone on their multiprocessors: on an H200, 31 rows of 128256
-    columns then wait for one of 30 clusters of 4.  With more resident blocks the count was no better than a division:
-    of 243 calls whose plan it changed, as many became slower as faster.
+    If blocks are alone on their multiprocessors, some of these are left over, and a cluster that finds no place waits:
+    on an H200, 31 rows in clusters of 4 took 1.25 times as long as 30.  With more resident blocks, counting the places
+    changed the plans of 243 calls, and made as many slower as faster.
     """
     if proposal.strategy == "cluster" and proposal.resident == 1:
         return device.cluster_places(proposal.splits) * proposal.rows_per_program

@@ -22,7 +22,11 @@ Measures = Literal[
     "step time",
     "decoding time",
 ]
-"""Kinds of measurements; `result.FORMS` has what is recorded, `tables.KINDS` the table, `kinds.KINDS` own ways."""
+"""Kinds of measurements.
+
+`result.FORMS` has the fields that each records, `tables.KINDS` its table, `kinds.KINDS` how it is measured if not by
+`measure.run`.
+"""
 
 QUICK_MS = 50
 """Milliseconds for each measurement with --quick."""

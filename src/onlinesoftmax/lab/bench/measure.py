@@ -33,7 +33,7 @@ class Begun(NamedTuple):
     Attributes:
         check: The check of a library.
         yardsticks: Calls that are timed beside the libraries, by the field of CaseResult for their times.
-        clean: True where the calls write no elements: the L2 cache is left without dirty lines before all but a copy.
+        clean: True if the calls write no elements: no dirty lines are left in the L2 cache before them.
         before: As for `Flush`.
         rates: Function (result, median in microseconds, times of the yardsticks) -> further fields of the result.
         facts: Function (times of the yardsticks) -> further fields of CaseResult.
@@ -106,7 +106,7 @@ def measure_begun(
     """Check all libraries, then time their calls and the yardsticks; `agreed` is that of `check_each`."""
     results, calls = check_each(case, everybody, begun.check, agreed)
     calls |= begun.yardsticks
-    # The usual flush leaves dirty lines, which the own writes of a copy balance.
+    # A copy always follows the usual flush: it leaves as many dirty lines as it finds, and so do calls like it.
     flush = Flush([name for name in calls if name != "copy"] if begun.clean else (), begun.before)
     samples = clock.measure(calls, repeat_ms, flush) if calls else {}
     samples = {name: [us / case.calls for us in of_all] for name, of_all in samples.items()}
@@ -155,7 +155,7 @@ def check_each(
 def judged(
     case: Case, peer: Peer, call: partial[Any], reason: str | None, error: float, allowed: float | None = None
 ) -> tuple[Result, Call]:  # fmt: skip
-    """The result of a call of tensors without times, and the call; the reason says what is wrong with its result."""
+    """The result of a library before it is timed, and the call to time; the reason says what is wrong, if anything."""
     facts = peer.facts(case, call, call.args[0].device)
     status, note = "wrong" if reason else "ok", peer.note(case, *call.args)
     return Result(peer.name, status, reason, error, allowed, analysis=note, **facts), call
@@ -198,9 +198,9 @@ def _begin(ours: Ours, clock_kind: str, overhead_us: float, case: Case, device: 
 
 
 def check_of_rows(case: Case, inputs: Inputs, ours: Ours) -> Check:
-    """The check of a case of rows against float64; the framework's own errors are those of `ours`."""
-    # Ours keeps per-row outputs in the accumulator's dtype.  Others take saved outputs as PyTorch rounds them, and are
-    # judged by the exact result of these.
+    """The check of a case of rows against float64; the errors that are allowed are those of the framework of `ours`."""
+    # Ours keeps per-row outputs in the accumulator's dtype.  Others take saved outputs as PyTorch rounds them, so their
+    # exact result is computed from the rounded ones.
     theirs, for_ours, for_others = rounded(case, inputs), list[Judge](), list[Judge]()
     same = all(a is b for a, b in zip(inputs, theirs, strict=True))
     # The case itself comes last: its function is the one that is timed.
@@ -237,7 +237,7 @@ class Judge:
         return self._reference.judge(found, self.allowed, ours)
 
     def of(self, peer: Peer, plan: Plan | None = None) -> tuple[Result, Call]:
-        """The result of a library without times, and its call without arguments."""
+        """The result of a library before it is timed, and the function without arguments to time."""
         call = partial(peer.prepare(self._case), *peer.arguments(self._case, self._inputs))
         poison(peer.returns(self._case), self._inputs[0].device)
         verdict = self.verdict(peer.whole(self._case, call()), peer.ours)
