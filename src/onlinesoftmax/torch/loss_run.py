@@ -17,7 +17,7 @@ from ..ops.cross_entropy.arguments import class_dim
 from ..ops.support import check_values, checked_support, excluding, truncated
 from ..planner.plan import PlanError
 from ..planner.strategies import TABLE
-from . import loss_eager, loss_kernels, several_tokens
+from . import cached_rows, loss_eager, loss_kernels, several_tokens
 from .arguments import TORCH, autocasts, check_options, check_scale_is_constant, checked_ignore_index, checked_loss
 from .autograd import prepared_results, results_of
 from .fast_path import PREPARED_CALLS, are_constant, is_transformed, keep, look_up
@@ -109,7 +109,7 @@ def _log_probabilities(
     results: tuple[str, ...] = ("y", "lse", "entropy") if entropy else ("y", "lse")
     is_constant = bool(key) and are_constant(options)
     if not _runs_kernels(TOKEN_LOGPROBS.name, x, choice, why_not_kernels(x, index, None, choice.backend)):
-        run: Callable[..., Any] = loss_eager.log_probabilities
+        run: Callable[..., Any] = (cached_rows if cached_rows.takes(call) else loss_eager).log_probabilities
     elif index.dim() == x.dim():
         run, is_constant = several_tokens.log_probabilities, False
     elif is_constant and not choice.batch_invariant and index.is_contiguous() and index.dtype not in UNSIGNED:

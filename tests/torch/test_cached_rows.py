@@ -1,0 +1,108 @@
+"""Log-probabilities on a CPU, for as many rows at a time as fit the cache: against PyTorch's operations on all rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+
+import onlinesoftmax as osm
+from onlinesoftmax.torch import cached_rows, fast_path
+
+Tensor = torch.Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def no_prepared_calls() -> Iterator[None]:
+    """The prepared calls of one way of running them must not serve the other."""
+    for kept in (fast_path.PREPARED_CALLS, fast_path._GUARDS):
+        kept.clear()
+    yield
+    for kept in (fast_path.PREPARED_CALLS, fast_path._GUARDS):
+        kept.clear()
+
+
+def rows_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Logits whose first rows are all -inf, with +inf, with one -inf, and with NaN."""
+    x = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)) * 3
+    rows = x.view(-1, shape[-1])
+    for row, (columns, value) in enumerate(
+        [(slice(None), -torch.inf), (0, torch.inf), (1, -torch.inf), (2, torch.nan)]
+    ):
+        if row < len(rows) - 1 and shape[-1] > 2:
+            rows[row, columns] = value
+    return x.to(dtype)
+
+
+def results_and_gradient(x: Tensor, index: Tensor, entropy: bool) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    found = [t for t in osm.token_logprobs(x, index, entropy=entropy) if t is not None]
+    weights = torch.Generator().manual_seed(3)
+    dys = [torch.randn(t.shape, dtype=torch.float64, generator=weights).to(t.dtype) for t in found]
+    return [*[t.detach() for t in found], *torch.autograd.grad(found, x, dys)]
+
+
+@pytest.mark.parametrize("entropy", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5,), (6, 1), (7, 5), (2, 3, 11), (40, 4097)], ids=str)
+def test_results_are_those_of_operations_on_all_rows(
+    shape: tuple[int, ...], dtype: torch.dtype, entropy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One token is before the first column, and one behind the last.
+    index = torch.arange(-1, shape[-1] + 1).repeat(40)[: math.prod(shape[:-1])].view(shape[:-1])
+    x = rows_of(shape, dtype)
+    found = results_and_gradient(x, index, entropy)
+    monkeypatch.setattr(cached_rows, "takes", lambda call: False)
+    fast_path.PREPARED_CALLS.clear()
+    expected = results_and_gradient(x, index, entropy)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype
+        largest = float(other.nan_to_num(0, 0, 0).abs().max())
+        # A sum in pairs rounds a term once on each of log2(columns) levels; a few other operations round too.
+        roundings = 4 + math.log2(shape[-1])
+        unit = max(torch.finfo(wide).eps * max(1.0, largest) * roundings, torch.finfo(one.dtype).eps * largest)
+        assert torch.equal(one.isnan(), other.isnan())
+        torch.testing.assert_close(one, other, rtol=0, atol=unit, equal_nan=True)
+
+
+def test_a_part_of_the_rows_has_the_bits_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, index = rows_of((12, 300), torch.bfloat16), torch.arange(12)
+    whole = results_and_gradient(x, index, True)
+    # Five rows in a part: the last part has two.
+    monkeypatch.setattr(cached_rows, "ELEMENTS_IN_CACHE", 1500 // torch.get_num_threads())
+    for one, other in zip(results_and_gradient(x, index, True), whole, strict=True):
+        assert torch.equal(one.nan_to_num(5.0), other.nan_to_num(5.0))
+
+
+def test_a_row_without_incoming_gradients_has_none_even_if_it_holds_nan() -> None:
+    x = torch.full((2, 4), torch.nan).requires_grad_()
+    logprob = osm.token_logprobs(x, torch.tensor([1, 2])).logprob
+    (gradient,) = torch.autograd.grad(logprob, x, torch.tensor([0.0, 1.0]))
+    assert not gradient[0].any()
+    assert gradient[1].isnan().all()
+
+
+def test_derivatives_of_the_gradient() -> None:
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    index = torch.tensor([0, 5, 2])
+    assert torch.autograd.gradgradcheck(lambda x: tuple(osm.token_logprobs(x, index)), (x,))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(4, 6).t(), torch.randn(2, 4, 3)[..., ::2], torch.randn(4, 6)[:, 1:]],
+    ids=["transposed", "every other column", "a part of the columns"],
+)
+def test_rows_that_are_not_contiguous(x: Tensor) -> None:
+    index = torch.zeros(x.shape[:-1], dtype=torch.int64)
+    found, expected = osm.token_logprobs(x, index), osm.token_logprobs(x.contiguous(), index)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
