@@ -40,23 +40,22 @@ def needs(*modules: str) -> None:
         pytest.skip("needs the settings of the source folder")
 
 
-@pytest.mark.early(last=True)
-def test_mypy_finds_the_types_and_the_mistakes() -> None:
-    """In CI, mypy checks the package beside the tests, and this test then finds its cache."""
-    needs("mypy")
-    assert errors("mypy", "--config-file", str(ROOT / "pyproject.toml"), str(TYPED / "calls.py")) == ""
-
-
 @pytest.mark.early
-def test_pyright_finds_the_types_and_the_mistakes(tmp_path: Path) -> None:
-    needs("basedpyright")
-    settings = {
-        "include": [str(TYPED)], "extraPaths": [str(SOURCE)], "typeCheckingMode": "standard",
-        "reportUnnecessaryTypeIgnoreComment": "error", "pythonVersion": "3.10",
-    }  # fmt: skip
-    path = tmp_path / "pyrightconfig.json"
-    path.write_text(json.dumps(settings))
-    assert errors("basedpyright", "--project", str(path), "--pythonpath", sys.executable) == ""
+# `make lint`, a part of .ci/run, gives mypy the same file.
+@pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.exhaustive), "basedpyright"])
+def test_a_type_checker_finds_the_types_and_the_mistakes(checker: str, tmp_path: Path) -> None:
+    needs(checker)
+    if checker == "mypy":
+        options = ["--config-file", str(ROOT / "pyproject.toml"), str(TYPED / "calls.py")]
+    else:
+        settings = {
+            "include": [str(TYPED)], "extraPaths": [str(SOURCE)], "typeCheckingMode": "standard",
+            "reportUnnecessaryTypeIgnoreComment": "error", "pythonVersion": "3.10",
+        }  # fmt: skip
+        path = tmp_path / "pyrightconfig.json"
+        path.write_text(json.dumps(settings))
+        options = ["--project", str(path), "--pythonpath", sys.executable]
+    assert errors(checker, *options) == ""
 
 
 def test_literal_names_are_those_of_the_tables() -> None:
