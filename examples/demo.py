@@ -7,6 +7,7 @@ fails.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -40,6 +41,17 @@ ROUNDINGS = 8
 x - max is as low as -10, so its rounding changes exp(x - max) by up to 4 units.  The exponential, the sum and the
 division add less than one unit each.
 """
+
+TESTS = Path(__file__).parents[1] / "tests"
+
+QUICK_INTERPRETERS = """
+import os, fast_xla, triton_interpreter
+os.environ |= fast_xla.environment()
+triton_interpreter.patch()
+from onlinesoftmax.cli import main
+main()
+"""
+"""The command line with the quick interpreters of the tests, in which the kernels compute the same bits."""
 
 VERIFIED_DTYPES = ("bfloat16", "float32")
 """The dtypes that the demo verifies, each in a process of its own.  `make test` checks the other dtypes."""
@@ -162,11 +174,20 @@ def commands(*titled: tuple[str, ...]) -> list[str]:
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run one `onlinesoftmax` command to its end, and capture its output and its errors together."""
+    program, env = ["-m", "onlinesoftmax"], os.environ | {"PYTHONIOENCODING": "utf-8"}
+    if arguments[0] == "verify" and interpreters_can_be_quick():
+        program = ["-c", QUICK_INTERPRETERS]
+        paths = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+        env |= {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"}
     return subprocess.run(
-        [sys.executable, "-m", "onlinesoftmax", *arguments],
-        env=os.environ | {"PYTHONIOENCODING": "utf-8"},
+        [sys.executable, *program, *arguments], env=env,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", check=False,
     )  # fmt: skip
+
+
+def interpreters_can_be_quick() -> bool:
+    """True on a machine without a GPU, where interpreters run the kernels, with the folder of the tests beside."""
+    return not torch.cuda.is_available() and TESTS.is_dir() and importlib.util.find_spec("triton") is not None
 
 
 def heading(title: str) -> None:
