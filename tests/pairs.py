@@ -61,3 +61,17 @@ def rest_exhaustive(
     cases = [*cases]
     few = {id(case) for case in with_each(cases, met_in)}
     return [pytest.param(*case, marks=() if id(case) in few else pytest.mark.exhaustive) for case in cases]
+
+
+def one_architecture(turn: int) -> list[Any]:
+    """Parameters of a test that compiles one kernel for each architecture: all but one are `exhaustive`.
+
+    The strategies, and the kernel of a support, are compiled for all three; the kernels of one operation take turns.
+
+    >>> [one.values for one in one_architecture(1) if not one.marks]
+    [('sm_90',)]
+    """
+    return [
+        pytest.param(arch, marks=() if i == turn else pytest.mark.exhaustive)
+        for i, arch in enumerate(("sm_80", "sm_90", "sm_100"))
+    ]

@@ -257,8 +257,8 @@ def planned(gpu: str, strategy: str, ask: Ask, dtype: str, target: str, shape: t
 def _compiled() -> list[Any]:
     """Every call meets every strategy; GPUs, dtypes, dtypes of the target and unaligned rows take turns.
 
-    On a machine without a GPU, every call meets one of the four strategies.  Few cells have every option, and every
-    GPU with every strategy.
+    On a machine without a GPU, every call meets one of the four strategies.  Few cells have every option, GPU and
+    strategy; test_cuda.py compiles every strategy for every GPU.
     """
     on_host, on_gpu = [], []
     for (i, strategy), (j, ask) in itertools.product(enumerate(PROPOSALS), enumerate(ASKED)):
@@ -275,7 +275,7 @@ def _compiled() -> list[Any]:
 
     def met_in(cell: Any) -> Any:
         gpu, strategy, ask, dtype, target, _ = cell
-        return (gpu, strategy), ask.operation, *ask.outputs, *ask.given, *ask.options, dtype, target
+        return gpu, strategy, ask.operation, *ask.outputs, *ask.given, *ask.options, dtype, target
 
     return [*rest_exhaustive(on_host, met_in), *on_gpu]
 

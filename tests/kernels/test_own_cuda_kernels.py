@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from onlinesoftmax.kernels.cuda import source
 from onlinesoftmax.kernels.request import Request
 from onlinesoftmax.ops import also_declared
 from onlinesoftmax.ops.reference import evaluate
+from pairs import rest_exhaustive
 from sparsemax.declare import BACKWARD, FORWARD
 
 
@@ -29,8 +31,9 @@ def planned(rows: int, cols: int, device: str = "h200", dtype: str = "float32") 
     return osm.explain(shape, operation="sparsemax", dtype=dtype, device=device, backend="cuda", scale=2.0, causal=True)
 
 
-@pytest.mark.parametrize("device", ["a100", "h200", "b200"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("device", "dtype"), rest_exhaustive(itertools.product(("a100", "h200", "b200"), ("bfloat16", "float64")))
+)
 def test_the_kernel_of_the_room_compiles(device: str, dtype: str) -> None:
     pytest.importorskip("cuda.core", reason="cuda.core finds the compiler")
     found = planned(64, 1001, device, dtype)

@@ -16,7 +16,7 @@ from onlinesoftmax.routing import eager
 from onlinesoftmax.routing.kernels import gradient, gradient_launch, route_launch, source
 from onlinesoftmax.routing.results import losses_of
 from onlinesoftmax.routing.rules import Call, Gradients
-from pairs import rest_exhaustive
+from pairs import one_architecture, rest_exhaustive
 from simulated_routing import (
     SMALL,
     a_bias,
@@ -261,7 +261,7 @@ def test_gradients(score: str, renormalize: bool, given: str, folder: Path) -> N
         near(simulated_gradient(call, found, some, folder), eager.gradient(call, found, some), 1e-5)
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", one_architecture(1))
 def test_the_kernels_compile_without_spills(arch: str, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     call = a_call(logits(1, 256), 8)

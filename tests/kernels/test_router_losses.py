@@ -18,6 +18,7 @@ from onlinesoftmax.routing.kernels import losses as kernels
 from onlinesoftmax.routing.results import Routed, losses_of
 from onlinesoftmax.routing.rules import Call
 from onlinesoftmax.routing.run import in_shape
+from pairs import one_architecture
 from simulated_routing import a_call, logits, near
 
 Tensor = torch.Tensor
@@ -129,7 +130,7 @@ def test_a_loss_of_counts_that_a_collective_changed(folder: Path, monkeypatch: p
         near(osm.load_balancing_loss(routed), losses.load_balancing_loss(Routed(*routed), "switch"))
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.parametrize("arch", one_architecture(2))
 def test_the_kernels_compile_without_spills(arch: str, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     for shape in (kernels.Shape(False), kernels.Shape(True, 512, 1 if arch < "sm_90" else 8)):

@@ -166,8 +166,13 @@ def test_raw_log_probabilities_and_extreme_temperatures(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "cluster", "by_mass"), [("sm_80", 1, True), ("sm_90", 16, True), ("sm_100", 8, False)]
-)
+    ("arch", "cluster", "by_mass"),
+    [
+        # The test below compiles kernels of one block, with and without code for rows without top_k.
+        pytest.param("sm_80", 1, True, marks=pytest.mark.exhaustive), ("sm_90", 16, True),
+        pytest.param("sm_100", 8, False, marks=pytest.mark.exhaustive),
+    ],
+)  # fmt: skip
 def test_the_kernel_compiles(arch: str, cluster: int, by_mass: bool, log_of: Any) -> None:
     pytest.importorskip("cuda.core", reason="cuda-core compiles the kernels")
     log = log_of(source.KERNEL.source(source.Shape("float32", cluster, 512, 1, True, 4, by_mass=by_mass)), arch)
