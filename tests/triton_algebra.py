@@ -110,7 +110,7 @@ class TritonAlgebra:
     name = "triton"
     dtypes: Sequence[str] = ("float16", "bfloat16", "float32", "float64")
     # The interpreter takes a millisecond or more for a kernel.
-    examples = 15
+    examples = 10
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def array(self, values: Float64, dtype: str) -> torch.Tensor:

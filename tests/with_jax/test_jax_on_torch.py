@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -28,6 +29,7 @@ from onlinesoftmax.lab.bench.jax_peers import JaxNN, OursInJax
 from onlinesoftmax.lab.bench.measure import CaseResult, planned, run
 from onlinesoftmax.lab.bench.timing import CpuClock
 from onlinesoftmax.ops import OPERATIONS
+from pairs import rest_exhaustive
 
 CPU = torch.device("cpu")
 FORWARD = ("softmax", "log_softmax", "logsumexp")
@@ -45,8 +47,7 @@ def test_memory_goes_over_and_back(dtype: torch.dtype) -> None:
     assert torch.equal(y, 2 * x)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize(("name", "dim"), rest_exhaustive(itertools.product(FORWARD, (0, 1))))
 def test_autograd_knows_the_functions(name: str, dim: int) -> None:
     x = torch.randn(4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: jax_on_torch.forward(name)(x, dim), x)
