@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from typing import Any
 
 from onlinesoftmax.core.device import known
 from onlinesoftmax.explanation import explain
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+"""The browser that opens the page; None where there is none."""
 
 TIMES = {"median_us": 50.0, "p20_us": 49.0, "p80_us": 51.0, "count": 20}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ pytest.importorskip("typer", reason="the command line needs typer")
 pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 
 import typer.testing
+from made_records import BROWSER
 from playwright import sync_api
 
 from onlinesoftmax.cli import build
 from onlinesoftmax.lab.report.charts import MEASURES
 from onlinesoftmax.lab.report.combinations import Choices
 from onlinesoftmax.lab.report.page import page as make_page
-
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed: apt-get install chromium")
 
