@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import io
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,6 @@ pytest.importorskip("typer", reason="the README shows commands, which need typer
 
 import typer.testing
 
-import onlinesoftmax
 from onlinesoftmax.cli import build
 
 # All of them, because one process then runs the code of the README, once.
@@ -34,29 +33,18 @@ QUICK = ("doctor", "apply")
 """Commands that the test runs as shown.  For other commands, it checks that --help lists every option used."""
 
 
-def run(code: str, folder: Path) -> str:
-    """Run code in a fresh interpreter, which must succeed, and return its standard output."""
-    # The README describes ordinary use, without Triton's interpreter.
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(Path(onlinesoftmax.__file__).parents[1]), "COLUMNS": "200", "PYTHONIOENCODING": "utf-8"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, env=env, capture_output=True, encoding="utf-8", check=False
-    )
-    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
-    return result.stdout
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which all Python blocks of the README ran in order and printed the output shown."""
     folder = tmp_path_factory.mktemp("readme")
-    script, shown, mark = [], [], "-- end of block --"
-    for (language, text), (following, output) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True):
-        if language == "python":
-            script.append(f"{text}\nprint({mark!r})\n")
-            shown.append(output if following == "text" else "")
-    printed = run("\n".join(script), folder).split(f"{mark}\n")[:-1]
-    assert printed == shown
+    scope: dict[str, Any] = {"__name__": "readme"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for (language, text), (following, output) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True):
+            if language == "python":
+                with contextlib.redirect_stdout(io.StringIO()) as printed:
+                    exec(compile(text, "README.md", "exec"), scope)
+                assert printed.getvalue() == (output if following == "text" else ""), text
     return folder
 
 
