@@ -106,3 +106,11 @@ def test_rows_that_are_not_contiguous(x: Tensor) -> None:
     found, expected = osm.token_logprobs(x, index), osm.token_logprobs(x.contiguous(), index)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_tensors_are_made_where_the_logits_are() -> None:
+    x = torch.randn(3, 6, requires_grad=True)
+    with torch.device("meta"):
+        found = osm.token_logprobs(x, torch.zeros(3, dtype=torch.int64, device="cpu"))
+    (gradient,) = torch.autograd.grad(found.entropy.sum(), x)
+    assert found.entropy.device == gradient.device == x.device

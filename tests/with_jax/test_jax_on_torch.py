@@ -146,7 +146,7 @@ def test_bench_measures_jax() -> None:
         (("bench", "--framework", "jax", "--suite", "host"), "--suite host measures calls of PyTorch"),
         (("bench", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
         (("bench", "--framework", "jax", "--peers", "quack"), "unknown peer 'quack'; there are: jax, torch"),
-        (("bench", "--framework", "jax", "--backend", "triton"), "'triton'; there are: pallas, cuda, eager"),
+        (("bench", "--framework", "jax", "--backend", "triton"), "'triton' needs the framework 'torch'; there are"),
         (("explain", "4x8", "--framework", "flax"), "unknown framework 'flax'; there are: torch, jax"),
     ],
 )

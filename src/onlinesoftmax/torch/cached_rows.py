@@ -53,7 +53,7 @@ def _forward(recording: Recording, call: Call) -> tuple[Tensor, ...]:
 def _outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
     x, shape = call.x.detach(), call.beside["target"].shape
     wide, (columns, inside) = accumulator_of(x.dtype, x.dtype), _targets(call)
-    found = {name: torch.empty(len(columns), 1, dtype=wide) for name in ("y", "lse", "m", "l", "entropy")}
+    found = {name: x.new_empty(len(columns), 1, dtype=wide) for name in ("y", "lse", "m", "l", "entropy")}
     for part, z, terms in _parts(x, wide):
         m = torch.amax(z, 1, keepdim=True)
         d = torch.sub(z, m, out=terms[1])
@@ -81,7 +81,7 @@ def _parts(x: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, tuple[
     """
     rows = x.view(-1, x.shape[-1])
     count = min(max(1, ELEMENTS_IN_CACHE * torch.get_num_threads() // rows.shape[1]), len(rows))
-    first, second = (torch.empty(count, rows.shape[1], dtype=wide) for _ in range(2))
+    first, second = (x.new_empty(count, rows.shape[1], dtype=wide) for _ in range(2))
     for begin in range(0, len(rows), count):
         part = slice(begin, min(begin + count, len(rows)))
         n = part.stop - begin
@@ -93,7 +93,7 @@ def _gradient(call: Call, saved: Tensors, dys: Tensors) -> Tensor:
     """The gradient with respect to the logits, from the gradients of logprob, entropy and lse."""
     x, (columns, inside) = call.x.detach(), _targets(call)
     wide = accumulator_of(x.dtype, x.dtype)
-    nothing = torch.zeros(len(columns), 1, dtype=wide)
+    nothing = x.new_zeros(len(columns), 1, dtype=wide)
     given = {name: dys[name].reshape(-1, 1).to(wide) if name in dys else nothing for name in ("dy", "dlse", "dentropy")}
     dy, dlse, dentropy = given.values()
     # A row whose incoming gradients are all 0 has the gradient 0, even if it holds NaN.
