@@ -24,7 +24,7 @@ from .recording import Recording, Tensors, outputs_to_keep
 Tensor = torch.Tensor
 
 LEAST_LOG = -1000.0
-"""Stands for log-probabilities below it: their probability is 0, and the product of 0 and -inf would be NaN."""
+"""The least logarithm that is multiplied by its exponential, which is 0 there: the product 0 * -inf would be NaN."""
 
 
 def takes(call: Call) -> bool:
@@ -39,7 +39,7 @@ def takes(call: Call) -> bool:
 
 
 def log_probabilities(call: Call, results: tuple[str, ...]) -> tuple[Tensor, ...]:
-    """The results "y" (the log-probability), "lse" and "entropy", if it is asked for."""
+    """The results of all rows, by name: "y" (the log-probability), "lse", and "entropy" if it is asked for."""
     if not is_recorded(call):
         return _outputs(call, results)
     how = {"forward": _forward, "gradient": _gradient, "by_pytorch": log_probabilities_of}
@@ -53,22 +53,23 @@ def _forward(recording: Recording, call: Call) -> tuple[Tensor, ...]:
 def _outputs(call: Call, names: tuple[str, ...]) -> tuple[Tensor, ...]:
     x, shape = call.x.detach(), call.beside["target"].shape
     wide, (columns, inside) = accumulator_of(x.dtype, x.dtype), _targets(call)
-    found = {name: x.new_empty(len(columns), 1, dtype=wide) for name in ("y", "lse", "m", "l", "entropy")}
-    for part, z, terms in _parts(x, wide):
+    # No views: autograd lets nobody change a view that a function returns.
+    found = {name: x.new_empty(shape, dtype=wide) for name in ("y", "lse", "m", "l", "entropy")}
+    y, lse, of_m, of_l, entropy = (t.view(-1, 1) for t in found.values())
+    for part, z, (exponentials, d) in _parts(x, wide):
         m = torch.amax(z, 1, keepdim=True)
-        d = torch.sub(z, m, out=terms[1])
-        l = torch.exp(d, out=terms[0]).sum(1, keepdim=True)
+        torch.sub(z, m, out=d)
+        l = torch.exp(d, out=exponentials).sum(1, keepdim=True)
         log_l = l.log()
-        found["m"][part], found["l"][part] = m, l
-        found["lse"][part] = torch.where(m.isinf(), m, m + log_l)
-        found["y"][part] = (d.gather(1, columns[part]) - log_l).where(inside[part], torch.nan)
+        of_m[part], of_l[part], lse[part] = m, l, torch.where(m.isinf(), m, m + log_l)
+        y[part] = (d.gather(1, columns[part]) - log_l).where(inside[part], torch.nan)
         if "entropy" in names:
-            found["entropy"][part] = log_l - d.clamp_(min=LEAST_LOG).mul_(terms[0]).sum(1, keepdim=True) / l
-    return tuple([found[name].view(shape) for name in names])
+            entropy[part] = log_l - d.clamp_(min=LEAST_LOG).mul_(exponentials).sum(1, keepdim=True) / l
+    return tuple([found[name] for name in names])
 
 
 def _targets(call: Call) -> tuple[Tensor, Tensor]:
-    """The column of the token of each row, 0 where it is out of range; and True where it is not."""
+    """The column of the token of each row, 0 where it is out of range; and whether it is in range."""
     target = call.beside["target"].reshape(-1, 1)
     inside = is_class(target, call.x.shape[-1])
     return target.where(inside, 0).long(), inside
@@ -77,7 +78,7 @@ def _targets(call: Call) -> tuple[Tensor, Tensor]:
 def _parts(x: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, tuple[Tensor, Tensor]]]:
     """(rows, their logits in `wide`, memory for two tensors of their shape) of each part.
 
-    The logits are those of x themselves if it has this dtype.
+    Hazard: the logits are those of x themselves, or lie in the second memory if x has another dtype.
     """
     rows = x.view(-1, x.shape[-1])
     count = min(max(1, ELEMENTS_IN_CACHE * torch.get_num_threads() // rows.shape[1]), len(rows))
@@ -90,29 +91,32 @@ def _parts(x: Tensor, wide: torch.dtype) -> Iterator[tuple[slice, Tensor, tuple[
 
 
 def _gradient(call: Call, saved: Tensors, dys: Tensors) -> Tensor:
-    """The gradient with respect to the logits, from the gradients of logprob, entropy and lse."""
+    """The gradient with respect to the logits, from the gradients of logprob, entropy and lse.
+
+    It is p * factor in each column, with factor = dlse - dy - dentropy * (log(p) + entropy), and dy more at the token.
+    """
     x, (columns, inside) = call.x.detach(), _targets(call)
     wide = accumulator_of(x.dtype, x.dtype)
     nothing = x.new_zeros(len(columns), 1, dtype=wide)
     given = {name: dys[name].reshape(-1, 1).to(wide) if name in dys else nothing for name in ("dy", "dlse", "dentropy")}
     dy, dlse, dentropy = given.values()
-    # A row whose incoming gradients are all 0 has the gradient 0, even if it holds NaN.
-    without = (dy == 0) & (dlse == 0) & (dentropy == 0)
     dy = dy.where(inside, 0.0)
+    # A row whose incoming gradients are all 0 has the gradient 0, even if it holds NaN.
+    no_gradient = (dy == 0) & (dlse == 0) & (dentropy == 0)
     m, l = saved["m"].view(-1, 1), saved["l"].view(-1, 1)
-    of_all, log_l = dlse - dy, l.log()
+    factor, log_l = dlse - dy, l.log()
     if "dentropy" in dys:
-        of_all = of_all - dentropy * saved["entropy"].view(-1, 1)
+        factor = factor - dentropy * saved["entropy"].view(-1, 1)
     dx = torch.empty_like(x).view(-1, x.shape[-1])
-    for part, z, terms in _parts(x, wide):
-        d = torch.sub(z, m[part], out=terms[1])
-        p = torch.exp(d, out=terms[0]).div_(l[part])
+    for part, z, (exponentials, d) in _parts(x, wide):
+        torch.sub(z, m[part], out=d)
+        p = torch.exp(d, out=exponentials).div_(l[part])
         if "dentropy" in dys:
-            p.mul_(d.sub_(log_l[part]).clamp_(min=LEAST_LOG).mul_(-dentropy[part]).add_(of_all[part]))
+            p.mul_(d.sub_(log_l[part]).clamp_(min=LEAST_LOG).mul_(-dentropy[part]).add_(factor[part]))
         else:
-            p.mul_(of_all[part])
+            p.mul_(factor[part])
         p.scatter_add_(1, columns[part], dy[part])
-        if without[part].any():
-            p.masked_fill_(without[part], 0.0)
+        if no_gradient[part].any():
+            p.masked_fill_(no_gradient[part], 0.0)
         dx[part] = p
     return dx.view(x.shape)
