@@ -77,7 +77,7 @@ def test_the_exact_gradient_reads_an_exact_output(case: Case) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_entropy_is_no_more_exact_than_its_sum(dtype: str) -> None:
-    """Where one token is almost certain, l is rounded next to 1, and its logarithm is small."""
+    """With one almost certain token, l is rounded next to 1, and its logarithm is small."""
     x, target = torch.tensor([[0.0, -8.0]], dtype=getattr(torch, dtype)), torch.zeros(1, dtype=torch.int64)
     l, p = x.double().exp().sum(1), x.double().softmax(1)
     step = torch.nextafter(l.float(), torch.tensor(2.0)).double() - l.float()

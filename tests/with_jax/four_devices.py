@@ -274,7 +274,7 @@ def test_a_weight_that_is_replicated_gets_the_gradient_of_all_devices() -> None:
     "names", [("softmax", "tokens"), pytest.param(("logsumexp", "loss, smoothing"), marks=MORE)], ids=str
 )
 def test_derivatives_of_every_kind(names: tuple[str, str]) -> None:
-    """Of a result per element with results per row; first derivatives of the other functions are compared above."""
+    """Higher derivatives of a function per element together with one per row; first ones of the others stand above."""
     a = {name: t[:2] for name, t in arguments().items()}
     change = logits(2, COLS, seed=6)
 

@@ -159,7 +159,7 @@ def without_data(t: Any, dtype: str = "") -> Any:
 
 
 def sample_in_jax(x: Any, axis: int, dtype: Any, asked: dict[str, Any], options: dict[str, Any]) -> Asked:
-    """As `described_sample`, for arrays of JAX."""
+    """The properties that decide the way of a call on arrays of JAX; arguments as for `described_sample`."""
     with registry.needing("jax", "sampling"):
         import jax
 

@@ -193,7 +193,7 @@ def as_array(name: str, argument: str, value: Any) -> Array:
 
 
 def as_labels(name: str, argument: str, value: Any) -> Array:
-    """As `as_array`, but integers of 64 bits stay arrays of NumPy: JAX would take them modulo 2^32.
+    """An array as `as_array` makes it, but integers of 64 bits stay in NumPy: JAX would take them modulo 2^32.
 
     `column_of` and `whole_target` compare them with the number of columns, and return arrays of JAX.  An int of Python
     that int64 does not hold becomes the nearest one that it holds: neither is a column.
