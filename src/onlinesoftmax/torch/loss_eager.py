@@ -1,6 +1,7 @@
 """Cross-entropy and token log-probabilities by PyTorch's own operations.
 
 They serve CPU tensors, dtypes without kernels, class probabilities as targets, and derivatives of derivatives.
+cached_rows.py takes token log-probabilities of contiguous rows on a CPU before them.
 """
 
 from __future__ import annotations
